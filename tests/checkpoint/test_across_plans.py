@@ -166,7 +166,6 @@ def resumed(train: Train, saved: Callable[[str, str], Path], tmp_path: Path) -> 
     "tied-zero3-pp",
     "tied-pp-single",
     "tied-pipeline=2 schedule=zbv-ddp",
-    "tied-data=2 pipeline=2 zero=3-tensor=2 pipeline=2",
     "conv_norm-pp-ddp",
     "head_apart-single-*",
 )

@@ -33,7 +33,7 @@ def from_pretrained(model_class: str, folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.full_but("zero3-2-*")
+@pytest.mark.full_but("single-1-*")
 @pytest.mark.parametrize(
     ("plan", "devices", "example", "model_class"),
     [

@@ -46,6 +46,7 @@ def history(records: list[Any]) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mlflow itself
 def test_all_loggers_have_each_step_once_though_the_run_was_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

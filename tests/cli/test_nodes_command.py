@@ -115,6 +115,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     assert not alive
 
 
+@pytest.mark.full
 def test_a_node_of_three_is_taken_away_and_given_back(nodes: Nodes) -> None:
     nodes.hold.touch()
     first = [nodes.start(node) for node in range(3)]
@@ -146,6 +147,7 @@ def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.full
 def test_a_signal_on_one_node_ends_the_run_on_all_and_leads_to_no_restart(nodes: Nodes) -> None:
     started = [nodes.start(node, "--restarts", 9, nodes="2") for node in range(2)]
     nodes.hold.touch()
@@ -159,7 +161,6 @@ def test_a_signal_on_one_node_ends_the_run_on_all_and_leads_to_no_restart(nodes:
     assert nodes.steps and "the run was stopped by SIGTERM" in nodes.said(1)
 
 
-@pytest.mark.full
 def test_a_node_that_a_scheduler_takes_away_leaves_and_the_run_goes_on(nodes: Nodes) -> None:
     nodes.hold.touch()
     stays, leaves = (nodes.start(node, nodes="1:2") for node in range(2))

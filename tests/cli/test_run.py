@@ -126,6 +126,7 @@ def test_a_run_is_started_again_until_it_is_done(alone: Path, tmp_path: Path) ->
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
 
 
+@pytest.mark.full
 def test_an_error_that_comes_again_ends_it(tmp_path: Path) -> None:
     (tmp_path / "attempts").touch()
     command = ("run", JOB, "--devices", 2, "--out", "out", "--set", "save_every=1000", "--restarts", 9)
@@ -238,11 +239,17 @@ def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:
     assert verdict["dtype"] == "float64" and verdict["steps"] == 2
 
 
+PLANS = ("--plans", "ddp;ddp microbatch=4", "--devices", 2, "--steps", 2, "--json")
+
+
+@pytest.mark.full
 def test_verify_holds_a_plan_against_one_device_of_its_microbatch(tmp_path: Path) -> None:
-    plans = ("--plans", "ddp;ddp microbatch=4", "--devices", 2, "--steps", 2, "--json")
-    done = evenly("verify", JOB, *plans, "--set", "microbatch=None", folder=tmp_path)
+    done = evenly("verify", JOB, *PLANS, "--set", "microbatch=None", folder=tmp_path)
     assert [row["status"] for row in json.loads(done.stdout)["plans"]] == ["equal", "equal"]
-    done = evenly("verify", JOB, *plans, folder=tmp_path)
+
+
+def test_verify_leaves_out_a_plan_of_another_microbatch_than_the_job_states(tmp_path: Path) -> None:
+    done = evenly("verify", JOB, *PLANS, folder=tmp_path)
     same, other = json.loads(done.stdout)["plans"]
     assert (same["status"], other["status"]) == ("equal", "unsupported") and done.returncode == 1
     assert "the job states microbatch=3" in other["reason"]

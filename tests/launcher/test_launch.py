@@ -517,6 +517,7 @@ def _started(folder: Path) -> bool:
     return all((folder / f"started{rank}").exists() for rank in (0, 1))
 
 
+@pytest.mark.full_but("forkserver")
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any, start: str) -> None:
     process = launcher("work", str(tmp_path), start)
@@ -529,6 +530,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any,
     assert _wait_for(lambda: not any(_runs(pid) for pid in ranks), 5)
 
 
+@pytest.mark.full_but("15-spawn")
 @pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "spawn")])
 def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int, start: str) -> None:
     process = launcher("work", str(tmp_path), start)

@@ -58,6 +58,7 @@ def job_of_ones() -> evenly.Job:
     )
 
 
+@pytest.mark.full_but("1-0", "2-1")
 @pytest.mark.parametrize(("devices", "rank"), [(1, 0), (2, 1), (3, 0)])
 def test_a_rank_that_is_gone_is_named(devices: int, rank: int) -> None:
     with pytest.raises(FailedRank, match="ended with exit code 0 before the run had ended") as caught:
@@ -94,6 +95,7 @@ def test_a_rank_that_returns_before_it_joins_is_named(rank: int) -> None:
         start_ranks(leave_at_once, (rank, "sys.exit"), Launch(devices=2))
 
 
+@pytest.mark.full_but("1-sys.exit(3)-3", "2-sys.exit(0)-0")
 @pytest.mark.parametrize(("leave", "code"), [("sys.exit(0)", "0"), ("sys.exit()", "None"), ("sys.exit(3)", "3")])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_job_that_calls_exit_is_named(leave: str, code: str, devices: int, tmp_path: Path) -> None:

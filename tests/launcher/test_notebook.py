@@ -93,6 +93,7 @@ def test_the_error_of_a_rank_is_that_of_the_cell(notebook: Any) -> None:
     assert notebook("fail = False\nprint(evenly.launch(make_job(3), devices=2).steps)").endswith("3\n")
 
 
+@pytest.mark.full
 def test_a_function_of_a_cell_has_its_own_loop_and_its_prints_come_to_the_cell(notebook: Any) -> None:
     notebook(JOB)
     output = notebook(

@@ -75,7 +75,7 @@ def check(make: Callable[[], evenly.Job], plan: str, size: int, ranks: KeptRanks
     assert all(count > 0 for count in graphs), graphs
 
 
-@pytest.mark.full_but("even_job-ddp-2", "ragged_job-zero3 *", "even_job-pipeline=2-2")
+@pytest.mark.full_but("even_job-ddp-2", "even_job-zero3 offload*", "even_job-pipeline=2-2", "ragged_job-balanced*")
 @pytest.mark.parametrize(
     ("make", "plan", "size"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from traced import Attention, Grouped, LanguageModel, next_token_loss, own, tokens, transformer
@@ -70,17 +71,19 @@ def test_a_key_ignores_values_and_places() -> None:
 
 
 PROGRAM = """
-from traced import transformer
+from traced import Attention, own, transformer
 from evenly.parallel.tensor.derivation_cache import key_of
-model, loss, batch = transformer("gpt2")
-print(key_of(model, loss, batch))
+print(key_of(*{}))
 """
 
 
-def test_a_key_is_the_same_in_every_process() -> None:
+@pytest.mark.full_but("own")
+@pytest.mark.parametrize("made", ["own(Attention(32, 4, 8))", 'transformer("gpt2")'], ids=["own", "gpt2"])
+def test_a_key_is_the_same_in_every_process(made: str) -> None:
     """Python's hashes, and so the order of sets, differ from process to process."""
     paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}"
-    command = [sys.executable, "-W", "ignore", "-c", paths + PROGRAM]
+    command = [sys.executable, "-W", "ignore", "-c", paths + PROGRAM.format(made)]
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
-    assert done.stdout.split()[-1] == key_of(*transformer("gpt2"))
+    here = own(Attention(32, 4, 8)) if made.startswith("own") else transformer("gpt2")
+    assert done.stdout.split()[-1] == key_of(*here)

@@ -119,6 +119,7 @@ def trained(name: str, plan: str, out: Path, resume: bool) -> float:
     return max(float((found[key] - expected[key]).abs().max()) for key in found)
 
 
+@pytest.mark.full_but("plans0")
 @pytest.mark.parametrize("plans", [("zero3", "tensor=2"), ("tensor=2", "zero1"), ("zero2", "ddp"), ("ddp", "zero3")])
 def test_an_optimizer_that_is_stepped_whole_goes_on_under_another_plan(
     plans: tuple[str, str], ranks: KeptRanks, tmp_path: Path

@@ -153,18 +153,28 @@ def compare(names: list[str], plan: str, folder: Path) -> dict[str, RankComparis
 OWN = ["Shampoo", "Lars", "AdamMini"]
 
 
-def test_every_plan_of_the_data_axis_has_the_numbers_of_one_device(ranks: KeptRanks, tmp_path: Path) -> None:
-    names = [*OWN, "Adafactor", "Rprop"]
+NAMES = [*OWN, "Adafactor", "Rprop"]
+
+
+@pytest.mark.full_but("zero1-*", "zero3-*")
+@pytest.mark.parametrize(
+    ("plan", "size", "names"),
+    [
+        ("ddp", 2, OWN),
+        ("zero1", 2, NAMES),
+        ("zero2", 3, NAMES),
+        ("zero3", 2, NAMES),
+        ("hsdp", 4, OWN[:1]),
+        ("data=2 pipeline=2 zero=1", 4, ["Adafactor"]),
+    ],
+)
+def test_every_plan_of_the_data_axis_has_the_numbers_of_one_device(
+    plan: str, size: int, names: list[str], ranks: KeptRanks, tmp_path: Path
+) -> None:
     ranks.run(references, names, tmp_path, size=1)
-    cases = (("ddp", 2, OWN), ("zero1", 2, names), ("zero2", 3, names), ("zero3", 2, names), ("hsdp", 4, OWN[:1]))
-    found: dict[tuple[str, str], tuple[str, str]] = {}
-    for plan, size, which in (*cases, ("data=2 pipeline=2 zero=1", 4, ["Adafactor"])):
-        compared = ranks.run(compare, which, plan, tmp_path, size=size)
-        for name in which:
-            row = judge(plan, [one[name] for one in compared])
-            found[plan, name] = row.status, row.reason
-    assert {case: verdict for case, verdict in found.items() if verdict != ("equal", "")} == {}
-    assert len(found) == 20
+    compared = ranks.run(compare, names, plan, tmp_path, size=size)
+    rows = {name: judge(plan, [one[name] for one in compared]) for name in names}
+    assert {name: (row.status, row.reason) for name, row in rows.items()} == dict.fromkeys(names, ("equal", ""))
 
 
 def compare_part(name: str, plan: str, first: int, last: int, folder: Path, out: Path) -> RankComparison:
@@ -172,6 +182,7 @@ def compare_part(name: str, plan: str, first: int, last: int, folder: Path, out:
     return compare_steps(job(name), part, STEPS, folder / name)
 
 
+@pytest.mark.full_but("plans0")
 @pytest.mark.parametrize("plans", [("zero1", "zero3", "ddp"), ("ddp", "zero2", "zero3")])
 def test_state_goes_on_under_another_plan(plans: tuple[str, ...], ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(references, ["Shampoo"], tmp_path, size=1)
@@ -194,6 +205,7 @@ def state_of(plan: str) -> tuple[set[str], int]:
         return {parameter.stands_for for parameter in kept}, sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.full_but("zero3")
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_state_is_at_one_rank_alone(plan: str, ranks: KeptRanks) -> None:
     expected = next(iter(reference_steps(job("Adafactor"), 1))).state

@@ -93,8 +93,13 @@ def gpt2_job(**call: Any) -> evenly.Job:
     return classifier_job(model=gpt2, loss=loss, data=rows, collate=torch.stack, eval_data=None, precision="float64")
 
 
+@pytest.mark.full_but("full")
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_keys_are_not_cached_twice(mode: str, tmp_path: Path) -> None:
+def test_keys_are_not_cached_twice(mode: str, ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(keys_are_cached_once, mode, tmp_path, size=1)
+
+
+def keys_are_cached_once(mode: str, tmp_path: Path) -> None:
     keep_reference(gpt2_job(), 2, tmp_path / "reference")
     row = judge(mode, [compare_job(gpt2_job(), f"single recompute={mode}", 2, tmp_path)])
     assert (row.status, row.reason) == ("equal", "")

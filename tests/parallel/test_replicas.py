@@ -32,6 +32,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.full_but("classifier", "tower")
 @pytest.mark.parametrize("name", ALL_JOBS)
 def test_replicas_compute_what_one_device_computes(name: str, tmp_path: Path) -> None:
     job = ALL_JOBS[name](precision="float64")
@@ -42,6 +43,7 @@ def test_replicas_compute_what_one_device_computes(name: str, tmp_path: Path) ->
         assert row.param_diff is not None and row.param_diff < 1e-10
 
 
+@pytest.mark.full_but("float32")
 @pytest.mark.parametrize("precision", ["float32", "float16", "pure-bfloat16"])
 def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) -> None:
     for job in (factory(precision=precision) for factory in ALL_JOBS.values()):
@@ -51,6 +53,7 @@ def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) ->
             assert (row.status, row.bits_differ) == ("equal", 0), row
 
 
+@pytest.mark.full_but("language")
 @pytest.mark.parametrize("name", ALL_JOBS)
 def test_no_operation_mixes_tensors_of_two_devices(name: str) -> None:
     for plan in PLANS:

@@ -50,19 +50,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 @pytest.mark.full_but(
     "heads-4-tensor=2-*",
-    "heads-1-tp-*",
     "packed-tensor=2-*",
     "encoder-tensor=2-*",
     "norm first-tensor=2 *",
     "decoder-tensor=2-*",
     "threes-tensor=2-*",
-    "packed-tensor=2 offload=*",
     "packed-tensor=2 tensor_exclude=*",
-    "heads-2-data=2 tensor=2 zero=1-*",
     "packed-data=2 tensor=2 zero=3-*",
     "packed-data=1 tensor=2 zero=3 *",
     "heads-4-tensor=2 sequence*",
-    "heads-2-tp-4-*",
 )
 @pytest.mark.parametrize(
     ("name", "plan", "size", "sharded"),

@@ -78,15 +78,7 @@ PLANS = [
 
 
 @pytest.mark.full_but(
-    "ema-single-1",
-    "ema-ddp-2",
-    "ema-zero3-2",
-    "ema-tp-2",
-    "ema-pp-2",
-    "ema-replicas=2-1",
-    "swa-zero3-2",
-    "late-zero3-2",
-    "ema-zero2 offload*",
+    "ema-ddp-2", "ema-zero3-2", "ema-tp-2", "ema-pp-2", "ema-replicas=2-1", "swa-zero3-2", "late-zero3-2"
 )
 @pytest.mark.parametrize(("name", "plan", "size"), PLANS)
 def test_every_plan_has_the_averages_of_one_device(
@@ -122,7 +114,7 @@ def part(name: str, plan: str, first: int, last: int, out: Path, folder: Path) -
     return compare_steps(prepared(name), PlanSteps(plan, first, last, out), STEPS, folder)  # type: ignore[arg-type]
 
 
-@pytest.mark.full_but("ema-zero3-tp", "swa-zero2-ddp")
+@pytest.mark.full_but("ema-zero3-tp")
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [("ema", "ddp", "zero3"), ("ema", "zero3", "tp"), ("ema", "pp", "zero2"), ("swa", "zero2", "ddp"),

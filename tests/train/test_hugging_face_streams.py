@@ -52,6 +52,7 @@ def compare(folder: Path, shuffles: bool, part: PlanSteps) -> RankComparison:
     return compare_steps(stream_job(folder, shuffles=shuffles), part, STEPS, folder)
 
 
+@pytest.mark.full_but("True")
 @pytest.mark.parametrize("shuffles", [False, True])  # its own state has no shuffle buffer
 def test_it_goes_on_under_another_plan(shuffles: bool, ranks: KeptRanks, tmp_path: Path) -> None:
     write(tmp_path)

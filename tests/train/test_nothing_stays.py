@@ -34,7 +34,7 @@ def threads_and_models(plan: str) -> tuple[list[int], int]:
     return threads, sum(model() is not None for model in models)
 
 
-@pytest.mark.full_but("zero3-2", "tensor=2-2")
+@pytest.mark.full_but("zero3-2")
 @pytest.mark.parametrize(("plan", "size"), PLANS.items())
 def test_neither_models_nor_threads_stay(ranks: KeptRanks, plan: str, size: int) -> None:
     for threads, models in ranks.run(threads_and_models, plan, size=size):

@@ -62,6 +62,7 @@ def train(plan: str, out: Path, *, ends: str = "", resume: bool = False) -> tupl
             return before, {n: run.composed.full_view(parameter_of(n), t) if t.dim() else t for n, t in copies.items()}
 
 
+@pytest.mark.full_but("zero3")
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_ranks_that_were_killed_lose_one_step_at_most(tmp_path: Path, plan: str) -> None:
     def on_ranks(out: str, **how: Any) -> tuple[int, dict[str, torch.Tensor]]:
