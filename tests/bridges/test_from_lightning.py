@@ -46,6 +46,7 @@ def test_weights_and_evaluations_are_lightning_s_own(interval: str) -> None:
     assert evaluation.loss == pytest.approx(float(wanted["val_loss"]), rel=1e-6)
 
 
+@pytest.mark.full  # its numbers are held against Lightning's own above, and plans against a Trainer's job
 def test_the_job_of_a_module_is_equal_under_other_plans(tmp_path: Path) -> None:
     plans = ["ddp>zero3", "pipeline=2"]
     verdicts = verified(Path(__file__).with_name("lightning_job.py"), plans, tmp_path, steps=3)

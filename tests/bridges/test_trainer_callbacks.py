@@ -98,10 +98,13 @@ def went_on(folder: Path, plan: str, steps: int | None, resume: bool) -> tuple[d
     return falling.state(), hooks_of(job).state_dict()
 
 
-def test_callbacks_with_a_state_go_on_under_another_plan(ranks: KeptRanks, tmp_path: Path) -> None:
+@pytest.mark.full_but("single")  # ranks take long to import the Trainer
+@pytest.mark.parametrize("plan", ["single", "zero3"])
+def test_callbacks_with_a_state_go_on_under_another_plan(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:
     whole, kept = went_on(tmp_path / "whole", "single", None, False)
     went_on(tmp_path / "parts", "single", 4, False)
-    (resumed, kept_there), *_ = found = ranks.run(went_on, tmp_path / "parts", "zero3", None, True)
+    arguments = (tmp_path / "parts", plan, None, True)
+    (resumed, kept_there), *_ = found = [went_on(*arguments)] if plan == "single" else ranks.run(went_on, *arguments)
     assert resumed["args"] == {"scale": 2.0}  # as the Trainer has it: of the checkpoint, and not of the script
     assert resumed["attributes"]["lengths"] == whole["attributes"]["lengths"]
     assert resumed["attributes"]["fallen"] == pytest.approx(whole["attributes"]["fallen"], rel=1e-4)

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 from command import JOB, evenly
-from mlflow import MlflowClient
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from evenly.observe.loggers import logger as common
 
@@ -22,6 +19,8 @@ WANDB_BLOCK, WANDB_HEADER, RECORD_HEADER = 32768, 7, 7
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """What wandb has written offline: LevelDB's log format, of protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, at, parts = path.read_bytes(), WANDB_HEADER, b""
     assert data[:4] == b":W&B"
     while at + RECORD_HEADER <= len(data):
@@ -51,6 +50,9 @@ def history(records: list[Any]) -> list[dict[str, float]]:
 def test_all_loggers_have_each_step_once_though_the_run_was_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow import MlflowClient  # as below: each takes seconds
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     loggers = [word for text in ("tensorboard", "csv", "wandb=proj", "mlflow=exp") for word in ("--log", text)]
     settings = ("--devices", 2, "--out", "out", "--set", "save_every=2", *loggers)

@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 JOBS = ("stdlib_lm", "digits", "bert", "gpt2", "llama", "t5", "vit", "resnet")
 
 
+@pytest.mark.full_but("digits", "gpt2", "t5")
 @pytest.mark.parametrize("name", JOBS)
 def test_planner_and_engine_cut_at_the_same_blocks(name: str) -> None:
     job = load_job(EXAMPLES / f"{name}.py", {})

@@ -108,6 +108,7 @@ def test_a_function_of_a_cell_has_its_own_loop_and_its_prints_come_to_the_cell(n
     assert output == "trained here é\nTrue 3\n"
 
 
+@pytest.mark.full
 def test_an_interrupt_stops_the_run_and_not_the_kernel(notebook: Any) -> None:
     notebook(JOB)
     notebook("kept = 7")

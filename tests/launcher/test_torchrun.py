@@ -32,6 +32,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.full
 def test_ranks_that_are_started_again_find_each_other(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
@@ -66,7 +67,6 @@ def job():
 """
 
 
-@pytest.mark.full
 def test_a_rank_that_has_done_its_run_ends_well_whatever_the_interpreter_does_then(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ABORTS)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from lost_node import WAITS_AT, job
 
 from evenly.checkpoint.store import CheckpointStore
 from evenly.train.loop import run_job
@@ -32,6 +31,8 @@ def state(out: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_node_that_is_lost(tmp_path: Path) -> None:
+    from lost_node import WAITS_AT, job  # which imports Ray
+
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
     command = [sys.executable, str(Path(__file__).with_name("lost_node.py")), str(tmp_path)]
