@@ -255,6 +255,13 @@ def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequenc
     return cut_batch(job, step).shares(ranks, speeds)[rank]
 
 
+def idle_ranks(job: Job, ranks: int) -> int:
+    """Return how many of `ranks` have no microbatch of a whole batch; 0 where costs of a stream would have to tell."""
+    if job.microbatch_cost is None:
+        return max(0, ranks + -job.global_batch // job.samples_per_microbatch)
+    return 0 if job.streams or ranks == 1 else max(0, ranks - len(cut_batch(job, 0).microbatches))
+
+
 def share_of_samples(job: Job, count: int, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
     """What `rank` of `ranks` runs of `count` samples that a loop has made for `step`: in their order, counted into
     microbatches, since the job's costs are of its own data.

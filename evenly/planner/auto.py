@@ -68,6 +68,7 @@ def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo, cluster: Path | No
         batch=job.global_batch,
         only=only,
         max_devices=place.size,
+        takes_all=True,
     )
     with busy_line(f"reading {request.source.name}") as show:
         result = search(reading(replace(request, watch=show)))

@@ -100,6 +100,7 @@ class PlanRequest:
 
     batch:        global batch, samples. only: what every plan has to state; what it leaves open is searched.
     memory_bytes: of a device; None for what its kind has. max_devices: how many may be used; None for all.
+    takes_all:    whether plans use all of these, though some may have no microbatch to run.
     reserve:      share of `limit_bytes` that plans are to leave free, as predictions are off by some percent and data
                   differ. It is of the memory of the device that a rank computes on, which is main memory on a CPU.
                   Fuller plans come after all that leave it.
@@ -114,6 +115,7 @@ class PlanRequest:
     only: PlanSpec = field(default_factory=PlanSpec)
     memory_bytes: float | None = None
     max_devices: int | None = None
+    takes_all: bool = False
     step_s: float | None = None
     top: int = 5
     reserve: float = RESERVE

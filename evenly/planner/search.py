@@ -387,16 +387,24 @@ def _fewest(request: PlanRequest, step_s: float) -> PlanResult:
 
 
 def choices_of(request: PlanRequest, devices: int) -> Iterator[PlanChoice]:
-    """Every sensible choice on `devices`: those that say what `request.only` states."""
+    """Every sensible choice on `devices`: those that say what `request.only` states.
+
+    Ranks that would have no microbatch are left out, and the choice takes fewer devices, unless it has to take all.
+    """
     only, source = request.only, request.source
+    fixed = source.microbatch or only.microbatch
+    seen = set[tuple[int, int, int]]()
+    busy = devices if request.takes_all or not fixed else -(-request.batch // fixed)
     for tensor in _stated(only.tensor, source.tensor_sizes(min(devices, 2 * request.cluster.domain))):
         rest = devices // tensor
         for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, source.blocks)]):
             data = rest // pipeline
             if data * pipeline * tensor != devices or data not in _stated(only.data, range(1, devices + 1)):
                 continue
-            if data > request.batch:
+            data = data if only.data == data else min(data, busy)
+            if data > request.batch or (data, tensor, pipeline) in seen:
                 continue
+            seen.add((data, tensor, pipeline))
             for (zero, shard), recompute, sequence, microbatch, (schedule, chunks) in product(
                 [*_zeros(request, data)],
                 _stated(only.recompute, ("none", "selective", "full")),

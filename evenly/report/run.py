@@ -238,6 +238,8 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
         rows += _metric_rows(what, records, "eval_metrics")
     if run.memory:
         rows.append(("tensors at the peak", memory_in_a_line(run.memory)))
+    if plan.get("idle_ranks"):
+        rows.append(("idle ranks", f"{plan['idle_ranks']} on the data axis: a batch has fewer microbatches"))
     rows += [("slow rank", text) for text in run.slow]
     rows += [("no room", text) for text in run.no_room]
     left_out = sum(row.get("skipped") == "not finite" for row in steps)

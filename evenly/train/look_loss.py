@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from evenly.data.generators import undisturbed
+from evenly.data.loader import idle_ranks
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.engine.executor import LossFunction
 from evenly.engine.step_totals import as_loss
@@ -33,6 +34,7 @@ from evenly.model.norms import BATCH_NORMS
 
 if TYPE_CHECKING:
     from evenly.engine.executor import Batch
+    from evenly.plan import Plan
     from evenly.train.run import Run
 
 TOLERANCE = 1e-3  # relative; of outputs in 16 bits
@@ -144,6 +146,17 @@ def warn_of_batch_norm(job: Job, model: nn.Module, microbatch: int) -> None:
         text = (
             f"BatchNorm ({names[0]}) sees microbatches, of {microbatch} of the {job.global_batch} samples of a batch "
             f"where the job states none: state microbatch={job.global_batch} for one forward of all, or {microbatch}"
+        )
+        _warn(text, job.model)
+
+
+def warn_of_idle_ranks(job: Job, plan: Plan) -> None:
+    """Warn of ranks of the data axis that have no microbatch of a whole batch."""
+    if idle := idle_ranks(job, size := plan.data.size):
+        text = (
+            f"{idle} of the {size} ranks on the data axis have nothing to compute: a batch has {size - idle} "
+            f"microbatch{'es' * (size - idle != 1)}; take data={size - idle}, or state a smaller microbatch (numbers "
+            "may follow it)"
         )
         _warn(text, job.model)
 

@@ -15,6 +15,7 @@ from evenly.checkpoint.adapter import write_adapter
 from evenly.checkpoint.config import write_model_config
 from evenly.checkpoint.plain import encode
 from evenly.comm.world import World
+from evenly.data.loader import idle_ranks
 from evenly.errors import RunError, UserError
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import FolderSink, Sink, finite, writing
@@ -152,6 +153,7 @@ def _write_decisions(
             "microbatch": None if job.microbatch_cost is not None else job.samples_per_microbatch,
             "microbatch_cost": job.microbatch_cost,
             "seed": job.seed,
+            "idle_ranks": idle_ranks(job, run.plan.data.size),
             "parameters": run.composed.elements,
             "memory_limit_bytes": memory_limit_bytes(run.world),
             "settings": finite({key: one if isinstance(one, PLAIN) else str(one) for key, one in settings.items()}),

@@ -20,6 +20,7 @@ from evenly.comm.collectives import decided_by_first
 from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.world import World
 from evenly.data.alone import alone
+from evenly.data.loader import idle_ranks
 from evenly.engine.assemble import roots_of
 from evenly.errors import PlanError, UserError
 from evenly.job import Job
@@ -113,7 +114,17 @@ def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: Previou
         microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
         return ResolvedRun(found.plan, microbatch, as_recorded(found))
     plan = fit_here(plan, place, options.devices).complete(job.precision)
-    return ResolvedRun(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
+    asked = with_microbatch(job, plan, recorded=recorded.microbatch)
+    if asked.microbatch is None and idle_ranks(asked, plan.data.size):
+        from evenly.planner.microbatch import with_known_microbatch
+
+        known, _ = with_known_microbatch(asked, PlanSpec(exact=plan.exact))
+        finer = -(-job.global_batch // plan.data.size)
+        asked = asked if known.microbatch else replace(asked, microbatch=finer)
+        if asked.microbatch and not options.quiet:
+            text = f"microbatch={finer}, so that each of {plan.data.size} ranks has one: no number depends on it"
+            print(f"evenly: {text}", file=sys.stderr, flush=True)
+    return ResolvedRun(plan, asked.microbatch)
 
 
 def _decide_on_less(job: Job, options: RunOptions, place: ProcessInfo, recorded: PreviousRun) -> ResolvedRun:

@@ -44,7 +44,7 @@ from evenly.train.hooks import Hooks
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
-from evenly.train.look_loss import warn_of_batch_norm
+from evenly.train.look_loss import warn_of_batch_norm, warn_of_idle_ranks
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.pretrained import ModelStart
 from evenly.train.rank_speeds import measured_speeds
@@ -454,4 +454,5 @@ def start_with_options(
         raise
     if run.is_main:
         warn_of_batch_norm(job, run.model, run.job.samples_per_microbatch)
+        warn_of_idle_ranks(run.job, run.plan)
     return run
