@@ -67,7 +67,7 @@ def _make(library: str, name: str, kind: Any, params: Any) -> torch.optim.Optimi
     if name in SHARPNESS:
         return kind(every, base_optimizer=torch.optim.SGD, lr=1e-2)
     arguments = ARGUMENTS.get(name, {})
-    needed = inspect.signature(kind).parameters.get("lr")
-    if needed is not None and needed.default is needed.empty:
+    rate = inspect.signature(kind).parameters.get("lr")
+    if rate is not None and not isinstance(rate.default, float | torch.Tensor | None):
         arguments = {"lr": 1e-2, **arguments}
     return kind(every, **arguments)

@@ -43,6 +43,7 @@ def judged(subject: str, column: str, ranks: KeptRanks, expected: Any) -> dict[s
             except RankFailure as problem:
                 return row | {"status": "raw", "why": str(problem)[-400:]}
             if kind:
+                ranks.close()  # a run that failed leaves its process groups
                 refused = kind == "refused" and last == HALF
                 return row | {"status": "refused" if refused else kind, "step": done, "why": why}
             losses += some

@@ -27,6 +27,15 @@ class NamedTensor:
     name: str
 
 
+@dataclass(frozen=True)
+class SmallTensor:
+    """A tensor among the options of an optimizer's group: its type, and its numbers in lists; on the CPU or not."""
+
+    dtype: str
+    items: Any
+    on_cpu: bool
+
+
 def encode(value: object, where: str) -> Any:
     """`value` as JSON can hold it; `decode` is the inverse.
 
@@ -42,6 +51,8 @@ def encode(value: object, where: str) -> Any:
         return {KIND: "number", "type": value.dtype.name, "value": encode(value.item(), where)}
     if isinstance(value, NamedTensor):
         return {KIND: "tensor", "name": value.name}
+    if isinstance(value, SmallTensor):
+        return {KIND: "values", "dtype": value.dtype, "items": encode(value.items, where), "on_cpu": value.on_cpu}
     if (kind := f"{type(value).__module__}.{type(value).__name__}") == "torch.dtype":
         return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if type(value) is list:
@@ -89,6 +100,8 @@ def _decode_kind(fields: dict[str, Any]) -> Any:
                 return np.dtype(fields["type"]).type(decode(fields["value"]))
             case "tensor":
                 return NamedTensor(fields["name"])
+            case "values":
+                return SmallTensor(fields["dtype"], decode(fields["items"]), fields["on_cpu"])
             case "dtype":
                 import torch
 

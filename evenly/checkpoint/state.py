@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from evenly.checkpoint.manifest import AVERAGE, MODEL, OPTIMIZER, TensorForm, first_of
 from evenly.checkpoint.pieces import NAMES
-from evenly.checkpoint.plain import NamedTensor, encode
+from evenly.checkpoint.plain import NamedTensor, SmallTensor, encode
 from evenly.checkpoint.store import Checkpoint
 from evenly.errors import CheckpointError, ResumeError, UserError
 from evenly.torch_private import plain_name
@@ -30,6 +30,7 @@ from evenly.torch_private import plain_name
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 ASKED = "load a checkpoint into this job"
+MOST_IN_OPTIONS = 1024  # elements of a tensor
 KNOWN_TENSORS = "keep dense tensors of the types that safetensors has"
 
 
@@ -274,13 +275,17 @@ def _parameters(
 
 def _options(group: Mapping[str, Any], owner: str) -> dict[str, Any]:
     options = {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        key: _small(value) if isinstance(value, Tensor) and value.numel() <= MOST_IN_OPTIONS else value
         for key, value in group.items()
         if _is_option(key)
     }
     for key, value in options.items():
         encode(value, f"option {key!r} of {owner}")
     return options
+
+
+def _small(value: Tensor) -> SmallTensor:
+    return SmallTensor(str(value.dtype).removeprefix("torch."), value.tolist(), value.device.type == "cpu")
 
 
 def _is_option(key: str) -> bool:
@@ -326,7 +331,10 @@ def _wanted_options(
 
 def _set_options(group: dict[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
+        if isinstance(value, SmallTensor):
+            device = "cpu" if value.on_cpu or not group["params"] else group["params"][0].device
+            value = torch.tensor(value.items, dtype=getattr(torch, value.dtype), device=device)
         if isinstance(group.get(key), Tensor):  # in place: compiled and captured steps hold this tensor
-            group[key].fill_(value)
+            group[key].copy_(torch.as_tensor(value))
         elif _is_option(key):
             group[key] = value

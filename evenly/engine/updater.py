@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.engine.build import build_optimizer, check_offload
 from evenly.engine.compose import Composed
+from evenly.engine.faces import Faces
 from evenly.engine.precision import SMALLEST_SCALE, LossScale, first_scale
 from evenly.engine.schedule import Advance, build_schedule
 from evenly.engine.step_totals import StepTotals
-from evenly.errors import RunError
+from evenly.errors import EvenlyError, RunError, describe
 from evenly.job import Job
+from evenly.launcher.out_of_memory import is_out_of_memory
 from evenly.model.frozen import frozen_at, frozen_steps
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
 from evenly.parallel.core.optimizer_kinds import is_separable, steps_elements
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import ShardedOptimizer
     from evenly.parallel.data.owned_optimizer import OwnedOptimizer
     from evenly.parallel.data.whole_optimizer import WholeOptimizer
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class Updater:
@@ -48,10 +53,12 @@ class Updater:
         own = named if only is None else [(name, p) for name, p in named if plain_name(name) in only]
         self._own = {name for name, _ in own}
         self._others = frozenset(name for name, _ in named) - self._own
+        self.build: Callable[[Named], Optimizer] = partial(build_optimizer, job, plan=plan)
+        self._named = own
         self.optimizer = build_optimizer(job, own, plan, composed.showing(True))
         self._frozen = frozen_steps([name for name, _ in named], job.frozen or {})
         self._plain = steps_elements(self.optimizer)
-        self._whole = self._over_wholes(own)
+        self._whole = self._over_wholes()
         if self._whole is None:
             composed.as_parts(self.optimizer)
         else:
@@ -62,6 +69,7 @@ class Updater:
         self._stepped: list[Members] | None = None  # while the groups are as the job has built them
         remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
         self._sharded = self._whole or self._over_parts()
+        self.faces = Faces(self.optimizer, self._filled)
         with composed.showing(True):
             self.schedule = build_schedule(job, self.optimizer)
         self.advance = Advance(job, self.schedule)
@@ -97,7 +105,7 @@ class Updater:
             for group, asked in zip(self.optimizer.param_groups, self._asked, strict=True):
                 group |= {key: [*listed] for key, listed in asked.items()}
 
-    def _over_wholes(self, own: Sequence[tuple[str, torch.nn.Parameter]]) -> WholeOptimizer | None:
+    def _over_wholes(self) -> WholeOptimizer | None:
         """Return the job's optimizer over full parameters, if this rank has parts and it may need all of them."""
         composed, plan = self._composed, self._plan
         zero = plan.data.zero_stage > 0 and composed.cuts
@@ -108,13 +116,17 @@ class Updater:
 
         return WholeOptimizer(
             composed.model,
-            own,
-            partial(build_optimizer, self._job, plan=plan),
+            self._named,
+            self.build,
             composed.cuts,
             gather=composed.full_view,
             part=composed.local_part,
             outside=composed.outside,
         )
+
+    def named_shapes(self) -> list[tuple[str, torch.nn.Parameter, torch.Size]]:
+        """Return its parameters by name, with their shapes in the model as the job has built it."""
+        return [(name, p, self._composed.full_shape(name, p)) for name, p in self._named]
 
     def _over_parts(self) -> OwnedOptimizer | ShardedOptimizer | None:
         """Return what steps the optimizer over pieces, or over parameters dealt whole to ranks; None where it does."""
@@ -140,6 +152,14 @@ class Updater:
             for group in found:
                 group["params"] = [self._whole.stands_for(parameter) for parameter in group["params"]]
         return found
+
+    @contextmanager
+    def _filled(self) -> Generator[None]:
+        """Within, the optimizer has its parameters whole, outside of a step; a collective."""
+        with self._composed.showing(False), self.inside():
+            self._composed.gradients.reshard()
+            with nullcontext() if self._whole is None else self._whole.filled():
+                yield
 
     def mean_gradient(self, totals: StepTotals, counter: MemoryCounter | None) -> float:
         """Divides the summed gradient by the weight; returns its norm."""
@@ -178,18 +198,28 @@ class Updater:
         with (
             nullcontext() if self._plain else seeded(stream_key(self._job.seed, "optimizer", step), self._world.device)
         ):
-            if self._sharded is not None:
-                self._sharded.step(gradients.named_gradients())
-            elif self._plain:
+            if self._plain and self._sharded is None:
                 with without_subclasses():  # torch's own asks each parameter several things
                     self.optimizer.step()
             else:
-                self.optimizer.step()
+                self._step(step)
         if self._sharded is not None:
             gradients.all_gather_parameters()
         if counter is not None:
             counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
         return True
+
+    def _step(self, step: int) -> None:
+        try:
+            if self._sharded is not None:
+                self._sharded.step(self._composed.gradients.named_gradients())
+            else:
+                self.optimizer.step()
+        except Exception as problem:
+            if self._plain or isinstance(problem, EvenlyError) or is_out_of_memory(problem):
+                raise
+            kind = type(self.optimizer).__name__
+            raise RunError(f"the step of optimizer {kind} in step {step}", describe(problem), "correct it") from problem
 
     def _same_bits(self, norm: torch.Tensor, divisor: float) -> float:
         """norm / divisor, rounded to float32 so that the order in which `norm` was added up does not show.
@@ -244,7 +274,8 @@ class Updater:
     @property
     def learning_rate(self) -> Any:
         """The learning rate of the first parameter group; nan where it has none."""
-        return self.optimizer.param_groups[0].get("lr", math.nan)
+        rate = self.optimizer.param_groups[0].get("lr")
+        return math.nan if rate is None else rate
 
     @property
     def device_number(self) -> int:

@@ -71,6 +71,19 @@ class Updaters:
                 stack.enter_context(one.inside())
             yield
 
+    def begin(self) -> None:
+        """Have optimizers with two faces show the one for training; a collective."""
+        for one in self.by_phase.values():
+            one.faces.begin()
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within, optimizers with two faces show the one for evaluations."""
+        with ExitStack() as stack:
+            for one in self.by_phase.values():
+                stack.enter_context(one.faces.evaluating())
+            yield
+
     def show_groups(self) -> None:
         """Has the job's code find the model's parameters in the groups of all optimizers."""
         for one in self.by_phase.values():

@@ -80,9 +80,12 @@ class JsonLines:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for every number that is not finite, in mappings too."""
+    """Return `value` with null for every number that is not finite, in mappings and lists too; of numpy, Python's."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,12 @@ def evaluate(run: Run, *, average: bool = True) -> Evaluation:
     """
     if run.job.eval_data is None:
         raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
-    with keeping_state(run, evaluating=True), run.world.during("evaluating"), in_model(run, average) as averaged:
+    with (
+        keeping_state(run, evaluating=True),
+        run.world.during("evaluating"),
+        in_model(run, average) as averaged,
+        nullcontext() if averaged else run.updaters.evaluating(),
+    ):
         sets = {
             name: _evaluate_set(run, run.job.with_eval_data(data), name) for name, data in run.job.eval_sets.items()
         }

@@ -86,8 +86,9 @@ def _save(run: Run, *, evaluation_due: bool) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if run.steps_done not in folder.steps():
-                state = snapshot(run)
-                save_alone(folder, replace(state, values={**state.values, "evaluation_due": evaluation_due}))
+                with run.updaters.evaluating():
+                    state = snapshot(run)
+                    save_alone(folder, replace(state, values={**state.values, "evaluation_due": evaluation_due}))
         finally:
             os.close(lock)
     except (EvenlyError, OSError, MemoryError, RuntimeError) as other:

@@ -34,7 +34,7 @@ class Snapshots:
         run = self._run
         ends = not run.goes_on
         if not ends and run.saved_at != run.steps_done and run.steps_done % self._every == 0:
-            with run.inside(), run.world.during("saving"):
+            with run.inside(), run.world.during("saving"), run.updaters.evaluating():
                 self._store.save(snapshot(run), memory=self._folder)
 
     def close(self) -> None:

@@ -270,7 +270,8 @@ def _end_step(run: Run, totals: StepTotals) -> None:
     run.open_step, run.wholes_made = None, 0
     run.steps_done += 1
     if run.weight_average is not None:  # of a step that was skipped too, as GradScaler's users do it
-        run.weight_average.update(run.steps_done)
+        with run.updaters.evaluating():
+            run.weight_average.update(run.steps_done)
     for updater in run.updaters.of_step(run.steps_done).values():
         updater.end_step(run.steps_done)
     # What was read has left them elsewhere on each rank: an own loop draws the same on all.

@@ -11,7 +11,7 @@ same on all ranks. In a hook it is what the hook draws.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def _drawing(run: Run, device: str) -> Generator[None]:
 def _fill(run: Run, model: nn.Module | None) -> None:
     """Copies the full tensors of all ranks into `model`."""
     targets = {} if model is None else dict(_named_tensors(model))
-    with run.inside(), torch.no_grad():
+    with run.inside(), _evaluating(run), torch.no_grad():
         for name, whole in whole_tensors(run):
             if model is not None and (target := targets.pop(name, None)) is not None:
                 with without_subclasses():
@@ -77,6 +77,12 @@ def _fill(run: Run, model: nn.Module | None) -> None:
             f"the job's model has built {min(targets)}, which the run's model has not",
             "let the job's model build the same module each time",
         )
+
+
+def _evaluating(run: Run) -> AbstractContextManager[None]:
+    """Within, the weights are those of evaluations; of an average they are."""
+    averaged = run.weight_average is not None and run.weight_average.is_in_model
+    return nullcontext() if averaged else run.updaters.evaluating()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.reference import ReferenceStep, evaluates, named_groups, reference_steps
+from evenly.verify.reference import ReferenceStep, evaluates, named_groups, rate_of, reference_steps
 from evenly.verify.shorten import shortened, shortened_in_words
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, say_shortened
 from evenly.verify.trajectory import (
@@ -207,7 +207,7 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
 def _compare_groups(run: Run, comparison: RankComparison, scalars: Scalars) -> None:
     """Compares the parameter groups after a step, and after the evaluation that a learning rate may follow."""
     step, groups = run.steps_done, run.optimizer.param_groups
-    comparison.add_rates(step, [float(group.get("lr", 0.0)) for group in groups], scalars.rates[step - 1])
+    comparison.add_rates(step, [rate_of(group) for group in groups], scalars.rates[step - 1])
     with run.inside():
         named = run.composed.named_parameters()
     comparison.add_groups(step, named_groups(named, run.optimizer), scalars.groups[step - 1])

@@ -79,7 +79,7 @@ def reference_steps(
         figures: dict[str, float] = {}
         losses, norms = list[float](), list[float]()
         for phase in running:
-            rate = float(phase.optimizer.param_groups[0].get("lr", math.nan))
+            rate = rate_of(phase.optimizer.param_groups[0])
             sums = _sums(phase, model, step, microbatches, device, around)
             grad_norm = _update(phase, model, step + 1, sums)
             own = {"loss": sums.loss, "grad_norm": grad_norm, "lr": rate} if phase.name else {}
@@ -88,9 +88,11 @@ def reference_steps(
             losses.append(sums.loss)
             norms.append(grad_norm)
         if averaged is not None and _is_averaged(job, step + 1):
-            averaged.update_parameters(model)
+            with _evaluating(phases):
+                averaged.update_parameters(model)
         evaluated = _evaluated(model, averaged)
-        evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
+        with _evaluating(phases) if evaluated is model else nullcontext():
+            evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
         eval_loss = next((found["loss"] for found in evaluation.values()), None)
         for phase in phases:
             _advance(phase.schedule, job, step + 1, eval_loss, counts=phase in running)
@@ -100,7 +102,7 @@ def reference_steps(
             norms[0] if len(norms) == 1 else math.hypot(*norms),
             named_tensors(model) | _named_averages(averaged),
             {name: value for one in optimizers for name, value in named_state(model, one).items()},
-            [float(group.get("lr", 0.0)) for one in optimizers for group in one.param_groups],
+            [rate_of(group) for one in optimizers for group in one.param_groups],
             eval_loss,
             [group for one in optimizers for group in named_groups(model.named_parameters(), one)],
             figures,
@@ -122,6 +124,21 @@ class _Phase:
     optimizer: torch.optim.Optimizer
     schedule: Any
     scaler: torch.amp.GradScaler
+
+
+@contextmanager
+def _evaluating(phases: Iterable[_Phase]) -> Generator[None]:
+    """Within, optimizers with two faces show the one for evaluations, as a script has it."""
+    for phase in phases:
+        _turn(phase.optimizer, "eval")
+    yield
+    for phase in phases:
+        _turn(phase.optimizer, "train")
+
+
+def _turn(optimizer: Any, face: str) -> None:
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        getattr(optimizer, face)()
 
 
 def _sums(
@@ -171,6 +188,11 @@ def _clip_mean(job: Job, model: torch.nn.Module, weight: float) -> float:
         assert parameter.grad is not None
         parameter.grad /= weight
     return float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group; 0 where it has none."""
+    return float(group.get("lr") or 0.0)
 
 
 def evaluates(job: Job, step: int, steps: int) -> bool:
@@ -400,6 +422,7 @@ def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, list[_Phase]
             named = [(n, p) for n, p in named if any(fnmatchcase(n, pattern) for pattern in phase.patterns)]
         with seeded(stream_key(job.seed, "optimizer", 0)):
             optimizer = one.build_optimizer(named)
+        _turn(optimizer, "train")
         with seeded(stream_key(job.seed, "schedule", 0)):
             schedule = one.schedule(optimizer) if one.schedule is not None else None
         scaler = torch.amp.GradScaler(kind, init_scale=scale, enabled=job.precision == "float16")

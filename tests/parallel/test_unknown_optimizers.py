@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,27 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups, self.slow, self.done = self.base.param_groups, [*state["slow"]], state["done"]
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps where no checkpoint sees it, or keeps what none can hold."""
+
+    def __init__(self, params: Any, kept: Any = None) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept, self.count = kept, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.count)
+            if self.kept is not None:
+                self.count, self.state[p]["kept"] = 1, self.kept
+
+
+class Failing(Counting):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+
+
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Flattening, Stacked, Late, Wrapper)}
 
 
@@ -168,3 +190,19 @@ def test_an_optimizer_of_which_nothing_is_known_has_the_numbers_of_one_device(
 def test_a_pipeline_refuses_an_optimizer_of_which_nothing_is_known(ranks: KeptRanks, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="under pipeline=2"):
         ranks.run(trained, ["Late"], "pipeline=2", tmp_path, HALF, size=2)
+
+
+REFUSED = {
+    "not saved": (Counting, "saved and loaded, it steps 0.weight otherwise than without a stop"),
+    "an object": (lambda p: Counting(p, [object()]), "it is a object"),
+    "sparse": (lambda p: Counting(p, torch.eye(2).to_sparse()), "it is torch.float32 of layout torch.sparse_coo"),
+    "complex": (lambda p: Counting(p, torch.eye(2, dtype=torch.complex128)), "it is torch.complex128"),
+    "a closure": (Failing, "its step fails: TypeError"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_step_or_be_saved_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(evenly.UserError, match=said), evenly.start(replace(job("Late"), optimizer=make), out=tmp_path):
+        pass

@@ -27,6 +27,11 @@ def is_separable(optimizer: optim.Optimizer) -> bool:
     return known and not (type(optimizer) in SEPARABLE and any(optimizer.state.values()))
 
 
+def is_known(optimizer: optim.Optimizer) -> bool:
+    """Return whether `optimizer` is of a class that is known here, hooks aside."""
+    return type(optimizer) in ELEMENTWISE | SEPARABLE
+
+
 def is_changed(optimizer: optim.Optimizer) -> bool:
     """Return whether its steps do more than its class says: by hooks, or a `step` of its own."""
     return has_step_hooks(optimizer) or "step" in vars(optimizer)

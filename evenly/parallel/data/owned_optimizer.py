@@ -18,29 +18,12 @@ from torch import nn, optim
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_to_all
 from evenly.parallel.core.between_steps import Outside
-from evenly.parallel.core.memory import local
-from evenly.parallel.core.param_groups import remove_parameters
+from evenly.parallel.core.param_groups import WholeParameter, remove_parameters
 from evenly.parallel.data.grouping import deal_out
 from evenly.parallel.data.optimizer import OwnedRows, pieces_as_dtensors, replace_parameters
 from evenly.parallel.data.row_layout import RowLayout
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-class WholeParameter(nn.Parameter):
-    """What an owner steps for a parameter of the model, called `stands_for` there; empty but within a step."""
-
-    stands_for: str
-
-    @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> WholeParameter:
-        """Return an empty one for `parameter`, with the attributes that the job has given it."""
-        empty = torch.empty(0, dtype=parameter.dtype, device=local(parameter).device)
-        whole = cls(empty, parameter.requires_grad)
-        declared = {key for kind in type(parameter).__mro__ for key in vars(kind).get("__annotations__", ())}
-        vars(whole).update({key: value for key, value in vars(parameter).items() if key not in declared})
-        whole.stands_for = name
-        return whole
 
 
 @dataclass(frozen=True)

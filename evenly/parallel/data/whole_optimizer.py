@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from evenly.parallel.core.between_steps import Outside
 from evenly.parallel.core.memory import local
+from evenly.parallel.core.param_groups import WholeParameter
 from evenly.parallel.data.optimizer import OwnedRows, as_piece, pieces_as_dtensors
-from evenly.parallel.data.owned_optimizer import WholeParameter
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
