@@ -69,7 +69,7 @@ def plain(subject: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         loss.backward()
         with seeded(stream_key(0, "optimizer", step + 1)):
             optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step + 1 in (HALF, STEPS):  # the run saves here
             turn(optimizer, "eval")
             if step + 1 < STEPS:
