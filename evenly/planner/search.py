@@ -231,15 +231,11 @@ class _Judge:
     def candidate(self, choice: PlanChoice) -> CostedPlan | None:
         """None where such a plan cannot run."""
         if choice not in self._candidates:
-            self._candidates[choice] = self._made(choice)
+            plan = self._plan(choice)
+            why = "" if plan is None else self.request.source.refusal(plan)
+            self.refused = why or self.refused
+            self._candidates[choice] = None if plan is None or why else costed_plan_of(self.request, plan)
         return self._candidates[choice]
-
-    def _made(self, choice: PlanChoice) -> CostedPlan | None:
-        if (plan := self._plan(choice)) is None:
-            return None
-        why = self.request.source.refusal(plan)
-        self.refused = why or self.refused
-        return costed_plan_of(self.request, plan) if why is None else None
 
     def _least(self, choice: PlanChoice) -> CostedPlan | None:
         """With parts that are known without a look at how it runs, and that its own are no less than."""
@@ -387,10 +383,7 @@ def _fewest(request: PlanRequest, step_s: float) -> PlanResult:
 
 
 def choices_of(request: PlanRequest, devices: int) -> Iterator[PlanChoice]:
-    """Every sensible choice on `devices`: those that say what `request.only` states.
-
-    Ranks that would have no microbatch are left out, and the choice takes fewer devices, unless it has to take all.
-    """
+    """Yield every sensible choice on `devices` that says what `request.only` states, without ranks that are idle."""
     only, source = request.only, request.source
     fixed = source.microbatch or only.microbatch
     seen = set[tuple[int, int, int]]()
@@ -413,12 +406,8 @@ def choices_of(request: PlanRequest, devices: int) -> Iterator[PlanChoice]:
                 [*_orders(request, pipeline)],
             ):
                 # What is computed again comes with a whole backward pass: nothing is left to split.
-                if (
-                    recompute == "none"
-                    or schedule is None
-                    or not splits_backward(schedule)
-                    or only.schedule is not None
-                ):
+                splits = schedule is not None and splits_backward(schedule)
+                if recompute == "none" or not splits or only.schedule is not None:
                     yield PlanChoice(
                         data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks
                     )
