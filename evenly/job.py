@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenly.errors import UserError
+from evenly.job_data import is_a, is_stream, stream_problems, taken_over
 from evenly.loss import JointLoss
 from evenly.loss import Loss as Loss
 
@@ -115,7 +116,10 @@ class Job:
     microbatch_cost: budget of padded length (longest sample x number of samples) of one microbatch.
     shuffle:         whether every epoch has an order of its own; otherwise the dataset's. A stream has its own order.
     sampler:         the order of every epoch in place of `shuffle`: torch's Sampler, which yields indices of samples
-                     (again and again, if it likes), or batches of them.
+                     (again and again, if it likes), of whatever kind `data` takes.
+    batch_sampler:   the same in batches of up to `global_batch` indices; a BatchSampler may be given as `sampler`.
+    num_workers, pin_memory, prefetch_factor: of the loader of each rank, as of torch's DataLoader; None: what the
+                     DataLoader that is `data` states, else four workers of each rank with a GPU, and pinned memory.
     shuffle_buffer:  samples of a stream that are held back, to deliver one of them at random in the place of the next.
     frozen:          pattern of names of parameters (as `fnmatch`) -> how many steps they are frozen from the first on,
                      None: for ever. Of several patterns that match a name, the last one decides.
@@ -157,6 +161,10 @@ class Job:
     shuffle: bool = True
     frozen: Mapping[str, int | None] | None = None
     sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+    num_workers: int | None = None
+    pin_memory: bool | None = None
+    prefetch_factor: int | None = None
     shuffle_buffer: int | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
@@ -175,9 +183,12 @@ class Job:
     weights: str | Path | None = None
 
     def __post_init__(self) -> None:
-        taken, problems = _taken_over(self) if _is_loader(self.data) else ({}, [])
+        taken, problems = taken_over(self) if is_a(self.data, "DataLoader") else ({}, [])
         for field, value in taken.items():
             object.__setattr__(self, field, value)
+        if is_a(self.sampler, "BatchSampler") and self.batch_sampler is None:
+            object.__setattr__(self, "batch_sampler", self.sampler)
+            object.__setattr__(self, "sampler", None)
         problems += _problems(self)
         if problems:
             raise UserError(f"job {self.name!r} cannot be run", "; ".join(problems), "correct these fields of the Job")
@@ -193,6 +204,17 @@ class Job:
     def streams(self) -> bool:
         """Whether `data` is a stream."""
         return is_stream(self.data)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What the job states of its loader's processes and memory, by name."""
+        names = ("num_workers", "pin_memory", "prefetch_factor")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def order(self) -> Any:
+        """The sampler or batch sampler of every epoch; None where the order follows from `shuffle`."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -261,42 +283,6 @@ def _eval_sets(data: Any) -> dict[str, Any]:
     if data is None:
         return {}
     return dict(data) if isinstance(data, Mapping) and all(isinstance(name, str) for name in data) else {"": data}
-
-
-def _is_loader(data: object) -> bool:
-    return any(one.__name__ == "DataLoader" for one in type(data).__mro__)
-
-
-def _taken_over(job: Job) -> tuple[dict[str, Any], list[str]]:
-    """The fields that the DataLoader of `job` stands for, and what of it cannot be kept."""
-    loader: Any = job.data
-    streams = is_stream(loader.dataset)
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or job.global_batch
-    fields = {"data": loader.dataset, "global_batch": job.global_batch or size}
-    if not streams:
-        fields["sampler"] = loader.batch_sampler
-    problems: list[str] = []
-    if getattr(loader.collate_fn, "__name__", "") != "default_collate":
-        fields["collate"] = loader.collate_fn
-    if loader.batch_size is None and (streams or loader.batch_sampler is None):
-        problems.append("the DataLoader has batch_size=None: its samples are batches already; give its dataset")
-    if not 0 < size == fields["global_batch"]:
-        problems.append(f"the DataLoader has batches of {size} samples, and global_batch is {fields['global_batch']}")
-    if loader.worker_init_fn is not None:
-        problems.append("the DataLoader has a worker_init_fn, which no rank would call; let the dataset do it")
-    if streams and loader.drop_last:
-        problems.append("the DataLoader has drop_last, and every sample of a stream is trained on")
-    for field in ("sampler", "collate"):
-        if field in fields and getattr(job, field) is not None:
-            problems.append(f"{field} is given, and the DataLoader has one")
-    return fields, problems
-
-
-def is_stream(data: object) -> bool:
-    """Whether `data` is read in its own order, from the start for every epoch, and has no samples by index."""
-    if any(one.__name__ == "IterableDataset" for one in type(data).__mro__):  # it has torch's __getitem__, which raises
-        return True
-    return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or callable(data))
 
 
 def _length(data: object) -> int:
@@ -419,10 +405,10 @@ def _frozen_problems(frozen: Any) -> Iterator[str]:
 def _data_problems(job: Job) -> Iterable[str]:
     sets = {f"eval_data {name!r}" if name else "eval_data": data for name, data in job.eval_sets.items()}
     for field, data in {"data": job.data, **sets}.items():
-        if _is_loader(data):
+        if is_a(data, "DataLoader"):
             yield f"{field} is a DataLoader; give its dataset"
         elif is_stream(data):
-            yield from _stream_problems(field, data)
+            yield from stream_problems(field, data)
             if data is job.data and field != "data" and hasattr(data, "load_state_dict"):
                 yield f"{field} is the stream of data, which keeps its place in itself; give another object of the same"
         elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -433,36 +419,23 @@ def _data_problems(job: Job) -> Iterable[str]:
     if job.eval_data is not None and not sets:
         yield "eval_data has no dataset in it"
     yield from _order_problems(job)
-    if job.streams or job.sampler is not None or not hasattr(job.data, "__len__"):
+    if job.streams or job.order is not None or not hasattr(job.data, "__len__"):
         return
     if isinstance(job.global_batch, int) and 0 < job.length < job.global_batch:  # pyright: ignore[reportUnnecessaryIsInstance]
         yield f"global_batch is {job.global_batch} but data has only {job.length} samples"
 
 
 def _order_problems(job: Job) -> Iterable[str]:
+    if (job.num_workers or 0) < 0:
+        yield f"num_workers is {job.num_workers!r}, must be a whole number of at least 0"
     if job.shuffle_buffer is not None and not (job.streams and job.shuffle):
         yield "shuffle_buffer is set but " + ("shuffle is False" if job.streams else "data is not a stream")
-    for sampler in (job.sampler, getattr(job.sampler, "sampler", None)):
+    for sampler in (job.order, getattr(job.order, "sampler", None)):
         if hasattr(sampler, "num_replicas"):
             yield f"the sampler is a {type(sampler).__name__}, which deals samples to ranks; give the order of all"
-    if job.sampler is not None and not (hasattr(job.sampler, "__iter__") and getattr(job.sampler, "__hash__", None)):
-        yield f"sampler is a {type(job.sampler).__name__}, not a torch.utils.data.Sampler"
-    if job.streams and job.sampler is not None:
+    if job.order is not None and not (hasattr(job.order, "__iter__") and getattr(job.order, "__hash__", None)):
+        yield f"sampler is a {type(job.order).__name__}, not a torch.utils.data.Sampler"
+    if job.sampler is not None and job.batch_sampler is not None:
+        yield "sampler and batch_sampler are both given; the second has the order of both"
+    if job.streams and job.order is not None:
         yield "sampler is set but data is a stream, which has its own order"
-
-
-def _stream_problems(field: str, data: object) -> Iterable[str]:
-    if hasattr(data, "__next__"):
-        yield (
-            f"{field} is a {type(data).__name__}, which can be read once: give the function that makes it, without "
-            "calling it"
-        )
-    stages: Any = getattr(data, "pipeline", ())
-    for stage in stages if isinstance(stages, list) else ():
-        kept: dict[str, Any] = getattr(stage, "kw", {})
-        name = getattr(getattr(stage, "f", None), "__name__", "")
-        if name.strip("_") == "shuffle" and not kept.keys() & {"seed", "rng"}:
-            yield (
-                f"{field} is shuffled by webdataset without a seed, in another order in every run; give "
-                "shuffle_buffer= to the job in place of .shuffle, or .shuffle(size, seed=...)"
-            )

@@ -24,6 +24,7 @@ PACKAGE = Path(__file__).parents[1] / "evenly"
 ORDER = (
     "errors",
     "loss",
+    "job_data",
     "job",
     "jobfile",
     "plan",
@@ -56,6 +57,7 @@ FACE = ("__init__", "__main__")
 WITHOUT_TORCH = (
     "errors",
     "loss",
+    "job_data",
     "job",
     "plan",
     "launcher",
@@ -69,7 +71,7 @@ WITHOUT_TORCH = (
 PURE_DATA = ("stream", "order", "microbatch", "share")
 
 # What verification holds the engine against may share these with it and nothing else.
-OF_THE_REFERENCE = ("errors", "loss", "job", "data", "torch_private", "model")
+OF_THE_REFERENCE = ("errors", "loss", "job_data", "job", "data", "torch_private", "model")
 
 HELP_SECONDS = 0.3
 BARE_SECONDS = 0.03  # of `python -c pass` on an ordinary machine

@@ -5,48 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from evenly.data.generators import seeded
+from evenly.data.sampler_order import SamplerOrder
 from evenly.job import is_stream
 
 OURS = (SequentialSampler, RandomSampler)  # in whose place the job has an order of its own
-
-
-class TrainerOrder:
-    """The indices that `sampler` yields for an epoch, as the Trainer draws them, whatever seed is set around.
-
-    A generator that the sampler has goes on from epoch to epoch, from where it stands as this is made.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self._epoch = sampler, 0
-        generator: Any = getattr(sampler, "generator", None)
-        self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._states = [] if self._generator is None else [self._generator.get_state()]  # before each epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next to be yielded, from 0."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator, states = self._generator, self._states
-        if generator is None:
-            return iter(self._drawn(self._epoch))
-        while len(states) <= self._epoch:
-            generator.set_state(states[-1])
-            self._drawn(len(states) - 1)
-            states.append(generator.get_state())
-        generator.set_state(states[self._epoch])
-        drawn = self._drawn(self._epoch)
-        generator.set_state(states[0])  # as it was found
-        return iter(drawn)
-
-    def _drawn(self, epoch: int) -> list[int]:
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
-            set_epoch(epoch)
-        return [*map(int, self._sampler)]
 
 
 def order_of(loader: Any) -> dict[str, Any]:
@@ -54,7 +18,7 @@ def order_of(loader: Any) -> dict[str, Any]:
     sampler = _sampler(loader)
     if sampler is None or type(sampler) is SequentialSampler:
         return {"shuffle": False}
-    return {"shuffle": True} if type(sampler) is RandomSampler else {"sampler": TrainerOrder(sampler)}
+    return {"shuffle": True} if type(sampler) is RandomSampler else {"sampler": sampler}
 
 
 def order_problems(loader: Any) -> Iterator[str]:
@@ -77,8 +41,5 @@ def _sampler(loader: Any) -> Any:
 
 
 def _is_repeatable(sampler: Any) -> bool:
-    order, found = TrainerOrder(sampler), list[list[int]]()
-    for seed in (0, 1):
-        with seeded(seed):
-            found.append([*order])
-    return found[0] == found[1]
+    orders = [SamplerOrder(sampler, seed=seed, size=1, length=0) for seed in (0, 1)]
+    return orders[0].first == orders[1].first

@@ -24,8 +24,8 @@ _seeded_from = 0
 
 
 @contextmanager
-def undisturbed(*devices: str) -> Generator[None]:
-    """Restores the state of torch's generators on exit."""
+def undisturbed(*devices: str | torch.Generator) -> Generator[None]:
+    """Restore the state of torch's generators on exit, of the CPU and of `devices`, or those that are given."""
     generators = _generators(*devices)
     saved = [generator.get_state() for generator in generators]
     try:
@@ -141,14 +141,14 @@ def _put_back_past_torch(state: tuple[Any, Any]) -> None:
 
 
 class DrawnNumbers:
-    """What code draws from here on, of torch's generators of the CPU and of `device`, of Python's and of numpy's.
+    """What code draws from here on, of torch's generators of the CPU and of `devices`, of Python's and of numpy's.
 
     Order: made before the code runs; `end` after it; `again` for each repetition.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._states = [(generator, generator.get_state()) for generator in _generators(device)]
+    def __init__(self, *devices: str | torch.Generator) -> None:
+        self._devices = devices
+        self.states = [(generator, generator.get_state()) for generator in _generators(*devices)]
         self._position = position_past_torch()
         # Reading the whole state takes long, and is seldom needed: most code draws from torch alone.
         self._past_torch = _seeded_from if self._position == _seeded else _state_past_torch()
@@ -161,8 +161,8 @@ class DrawnNumbers:
     @contextmanager
     def again(self) -> Generator[None]:
         """Within, the same numbers are drawn again; all generators are put back on exit."""
-        with undisturbed(self._device), undisturbed_past_torch() if self._drew_past_torch else nullcontext():
-            for generator, state in self._states:
+        with undisturbed(*self._devices), undisturbed_past_torch() if self._drew_past_torch else nullcontext():
+            for generator, state in self.states:
                 generator.set_state(state)
             if self._drew_past_torch:
                 self._put_back_past_torch()
@@ -183,8 +183,9 @@ def seeded(key: int, device: str = "cpu") -> Generator[None]:
         yield
 
 
-def _generators(*devices: str) -> list[torch.Generator]:
-    return [torch.default_generator, *(_gpu_generator(device) for device in devices if device.startswith("cuda"))]
+def _generators(*devices: str | torch.Generator) -> list[torch.Generator]:
+    gpus = [_gpu_generator(one) for one in devices if isinstance(one, str) and one.startswith("cuda")]
+    return [torch.default_generator, *gpus, *(one for one in devices if isinstance(one, torch.Generator))]
 
 
 def _gpu_generator(device: str) -> torch.Generator:

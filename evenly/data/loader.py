@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from evenly.data.generators import undisturbed
 from evenly.data.microbatch import cut, padded_cost
-from evenly.data.order import batch_indices
+from evenly.data.order import batch_indices, steps_per_epoch
 from evenly.data.sample_reader import Microbatch, MicrobatchItem, SampleReader, UncollatedMicrobatch
-from evenly.data.sampler_order import sampler_order
+from evenly.data.sampler_order import SamplerOrder, sampler_order
 from evenly.data.share import deal, deal_by_speed
 from evenly.data.stream import stream_key
 from evenly.data.stream_reader import StreamBatch, StreamReader
@@ -84,9 +84,9 @@ class CutBatch:
             return
         size = job.samples_per_microbatch if job.microbatch or job.microbatch_cost is None else None
         costs = [job.cost(one) for one in costed]
-        self.microbatches = cut(indices, size=size, costs=costs, budget=job.microbatch_cost)
-        length_of = dict(zip(indices, costs, strict=True))
-        self.lengths = [[length_of[index] for index in group] for group in self.microbatches]
+        places = cut(range(len(indices)), size=size, costs=costs, budget=job.microbatch_cost)
+        self.microbatches = [[indices[place] for place in group] for group in places]
+        self.lengths = [[costs[place] for place in group] for group in places]
 
     def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
         """What each of `ranks` runs: balanced by padded cost if the job has costs, else by samples.
@@ -139,7 +139,11 @@ class CutStreamBatch(StreamedBatch):
     def item(self, number: int) -> MicrobatchItem:
         """What microbatch `number` of the step is made of."""
         return MicrobatchItem(
-            number, self.microbatches[number], stream_key(self._seed, "data", self.step, number), counts=True
+            number,
+            self.microbatches[number],
+            stream_key(self._seed, "data", self.step, number),
+            counts=True,
+            epoch=self.batch.after.epoch,
         )
 
 
@@ -185,12 +189,25 @@ def cut_batch(job: Job, step: int) -> CutBatch:
     return CutBatch(job, step, indices, indices)
 
 
-def indices_of_step(job: Job, step: int) -> list[int]:
+def _order(job: Job) -> SamplerOrder | None:
+    if job.order is None:
+        return None
+    batched = job.batch_sampler is not None
+    return sampler_order(job.order, seed=job.seed, size=job.global_batch, length=job.length, batched=batched)
+
+
+def indices_of_step(job: Job, step: int) -> list[Any]:
     """The indices of the batch of `step`, in order: as the job's sampler has them, else by the rule of `order`."""
-    size, length = job.global_batch, job.length
-    if job.sampler is not None:
-        return sampler_order(job.sampler, seed=job.seed, size=size, length=length).batch(step)
-    return batch_indices(seed=job.seed, step=step, length=length, global_batch=size, shuffle=job.shuffle)
+    if (order := _order(job)) is not None:
+        return order.batch(step)
+    size = job.global_batch
+    return batch_indices(seed=job.seed, step=step, length=job.length, global_batch=size, shuffle=job.shuffle)
+
+
+def epoch_of_step(job: Job, step: int) -> int:
+    """Return the epoch of `step` of a job whose data have indices, both from 0."""
+    order = _order(job)
+    return step // steps_per_epoch(job.length, job.global_batch) if order is None else order.epoch(step)
 
 
 def first_batch(job: Job) -> CutStreamBatch:
@@ -326,12 +343,14 @@ class Loader:
         samples: Sequence[Any] | None = None,
         workers: int = 0,
         pin: bool = False,
+        prefetch: int | None = None,
     ) -> None:
         """samples: to read in place of the job's data."""
         self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
         data = _samples_by_index(job, evaluation=evaluation) if samples is None else samples
         self._reader = SampleReader(data, job.collate)
-        self._workers, self._pin = workers, pin
+        self._workers, self._pin, self._prefetch = workers, pin, prefetch or 2
+        self._job = job if not evaluation and samples is None and not job.streams else None
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:
         """The rank's own microbatches of all `shares`, in order.
@@ -354,7 +373,8 @@ class Loader:
 
     def _item(self, share: Share, number: int, *, counts: bool = True) -> MicrobatchItem:
         key = stream_key(self._seed, self._word, share.step, number)
-        return MicrobatchItem(number, share.microbatches[number], key, counts)
+        epoch = None if self._job is None else epoch_of_step(self._job, share.step)
+        return MicrobatchItem(number, share.microbatches[number], key, counts, epoch)
 
     def _with_workers(self, items: Iterator[MicrobatchItem]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(
@@ -364,7 +384,7 @@ class Loader:
             collate_fn=_as_read,
             num_workers=self._workers,
             pin_memory=self._pin,
-            prefetch_factor=2,
+            prefetch_factor=self._prefetch,
             worker_init_fn=partial(_begin_worker, torch.get_default_dtype()),
             generator=torch.Generator(),  # it draws a seed when it starts: not from the code around it
         )

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 
 from evenly.data.generators import seed
+from evenly.data.sampler_order import set_epoch
 from evenly.errors import SampleError, describe
 
 
@@ -18,9 +19,10 @@ class MicrobatchItem:
     """One microbatch to be read."""
 
     number: int
-    indices: list[int]
+    indices: list[Any]
     key: int  # of the random stream of reading it
     counts: bool
+    epoch: int | None = None  # of training, where the data set or collate may ask for it
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class SampleReader(Dataset["Microbatch | SampleError"]):
     """
 
     def __init__(self, data: Any, collate: Any) -> None:
-        self._data, self._collate = data, collate or default_collate
+        self._data, self._collate, self._epoch = data, collate or default_collate, None
 
     def __getitem__(self, item: Any) -> Microbatch | SampleError:
         """Reads the microbatch that `item`, an `MicrobatchItem`, states."""
@@ -80,10 +82,13 @@ class SampleReader(Dataset["Microbatch | SampleError"]):
 
     def samples(self, item: MicrobatchItem) -> list[Any]:
         """The samples of a microbatch, before they are put together."""
+        if item.epoch is not None and item.epoch != self._epoch:
+            self._epoch = item.epoch
+            set_epoch(item.epoch, self._data, self._collate)
         seed(item.key)
         return [self._sample(index) for index in item.indices]
 
-    def _sample(self, index: int) -> Any:
+    def _sample(self, index: Any) -> Any:
         try:
             return self._data[index]
         except Exception as problem:

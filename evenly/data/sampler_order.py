@@ -1,77 +1,134 @@
 """The order of a sampler of torch's: the batches that it yields for every epoch, drawn alike on every rank.
 
-Every epoch is drawn under a random stream of its own (also a generator that the sampler has), after `set_epoch`, so
-that it follows from the job's seed and the number of the epoch.
+An epoch is drawn as its batches are asked for, so that it may have no end. It has a random stream of its own, so that
+it follows from the job's seed and its number; but a generator that the job has handed over goes on from epoch to
+epoch, as in a script.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
 
-from evenly.data.generators import seeded
+from evenly.data.generators import DrawnNumbers, seed, undisturbed
 from evenly.data.stream import stream_key
 from evenly.errors import UserError
 
-KEPT_EPOCHS = 2  # the one under way and the next
+AT_ONCE = 64  # batches that are drawn together; those of two times are kept
+COMPARED = 100_000  # indices of the first epoch that are drawn twice
+
+
+def set_epoch(epoch: int, *objects: Any, inner: tuple[str, ...] = ("dataset",)) -> None:
+    """Call `set_epoch` of `objects` that have it, and of what they hold under the names `inner`."""
+    for one in objects:
+        if callable(method := getattr(one, "set_epoch", None)):
+            method(epoch)
+        set_epoch(epoch, *_held(one, inner), inner=inner)
+
+
+def _held(one: Any, names: tuple[str, ...]) -> list[Any]:
+    """Return the first that `one` holds under `names`, in a list; an empty one where there is none."""
+    return [found for name in names if (found := getattr(one, name, None)) is not None][:1]
+
+
+SAMPLERS = ("batch_sampler", "sampler")
+
+
+def in_words(indices: list[Any]) -> str:
+    """Return a text that is another for other indices, on every rank the same."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(indices))
 
 
 class SamplerOrder:
-    """The batches of `sampler`, which yields indices in [0, `length`), cut into batches of `size`, or batches of them.
+    """The batches of `sampler`, whose indices are the data set's affair, cut into batches of `size` unless `batched`.
 
-    Raises `UserError` for what is no index, for a batch of more than `size`, and where an epoch that is drawn again is
-    another.
+    Raises `UserError` for a number that is not in [0, `length`), for a batch of more than `size`, and where an epoch
+    that is drawn again is another.
     """
 
-    def __init__(self, sampler: Any, *, seed: int, size: int, length: int) -> None:
-        self._sampler, self._seed, self._size, self._length = sampler, seed, size, length
-        self._starts = [0]  # the first step of every epoch known, and of the one after
-        self._epochs: dict[int, list[list[int]]] = {}
-        if self._drawn(0) != self._drawn(0):
+    def __init__(self, sampler: Any, *, seed: int, size: int, length: int, batched: bool = False) -> None:
+        self._sampler, self._seed, self._size, self._length, self._batched = sampler, seed, size, length, batched
+        found, self._generators = sampler, list[torch.Generator]()
+        while found is not None:
+            if isinstance(one := getattr(found, "generator", None), torch.Generator) and one not in self._generators:
+                self._generators.append(one)
+            found = next(iter(_held(found, SAMPLERS)), None)
+        self._states = [[(one, one.get_state()) for one in self._generators]]  # as each epoch known begins
+        self._starts, self._kept = [0], dict[int, list[Any]]()  # the first step of each; batches by step
+        count = COMPARED // (size if batched else 1)
+        self.first, again = (in_words(self._begin(0) or self._draw(count)) for _ in range(2))
+        if self.first != again:
             raise self._wrong(
                 "drawn again for the same epoch, it yields others",
                 "let it draw from torch, random and numpy, which are seeded, or from a torch.Generator as `generator`",
             )
+        self._begin(0)
 
-    def batch(self, step: int) -> list[int]:
-        """The indices of the batch of `step`, from 0 over the whole run."""
-        while step >= self._starts[-1]:
-            self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1)))
-        epoch = bisect_right(self._starts, step) - 1
-        return self._epoch(epoch)[step - self._starts[epoch]]
+    def batch(self, step: int) -> list[Any]:
+        """Return the indices of the batch of `step`, from 0 over the whole run."""
+        if step < self._next and step not in self._kept:
+            self._kept.clear()
+            self._begin(bisect_right(self._starts, step) - 1)
+        while step >= self._next:
+            self._draw_batches()
+        return self._kept[step]
 
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._epochs:
-            self._epochs = {n: one for n, one in self._epochs.items() if n > epoch - KEPT_EPOCHS}
-            self._epochs[epoch] = self._checked(self._drawn(epoch))
-        return self._epochs[epoch]
+    def epoch(self, step: int) -> int:
+        """Return the epoch of `step`, both from 0."""
+        if step >= self._next:
+            self.batch(step)
+        return bisect_right(self._starts, step) - 1
 
-    def _drawn(self, epoch: int) -> list[Any]:
+    def _begin(self, epoch: int) -> None:
         key = stream_key(self._seed, "sampler", epoch)
-        with seeded(key):
-            one = self._sampler
-            while one is not None:  # a batch sampler has another
-                if isinstance(generator := getattr(one, "generator", None), torch.Generator):
-                    generator.manual_seed(key)
-                if callable(set_epoch := getattr(one, "set_epoch", None)):
-                    set_epoch(epoch)
-                one = getattr(one, "sampler", None)
-            return [*self._sampler]
+        self._epoch, self._next = epoch, self._starts[epoch]
+        with undisturbed("cpu", *self._generators):
+            seed(key)
+            for generator, state in self._states[epoch]:
+                generator.set_state(state)
+            set_epoch(epoch, self._sampler, inner=SAMPLERS)
+            self._items: Iterator[Any] = iter(self._sampler)
+            self._numbers = DrawnNumbers("cpu", *self._generators)
 
-    def _checked(self, drawn: list[Any]) -> list[list[int]]:
-        if not drawn:
+    def _draw(self, count: int) -> list[Any]:
+        """Return what comes next of this epoch, at most `count`; what code around it draws is left as it is."""
+        with self._numbers.again():
+            found = [*islice(self._items, count)]
+            self._numbers = DrawnNumbers("cpu", *self._generators)
+        return found
+
+    def _draw_batches(self) -> None:
+        if found := self._draw(AT_ONCE * (1 if self._batched else self._size)):
+            for number in [one for one in self._kept if one < self._next - AT_ONCE]:
+                del self._kept[number]
+            for batch in self._checked(found):
+                self._kept[self._next] = batch
+                self._next += 1
+            return
+        if self._next == self._starts[self._epoch]:
             raise self._wrong("it yields nothing", "let it yield an index for every sample of an epoch")
-        if isinstance(drawn[0], Iterable):
-            batches = [[int(index) for index in batch] for batch in drawn]
-        else:
-            indices = [int(index) for index in drawn]
-            batches = [indices[start : start + self._size] for start in range(0, len(indices), self._size)]
+        if self._epoch + 1 == len(self._starts):
+            self._starts.append(self._next)
+            self._states.append(self._numbers.states[1:])  # but for that of torch itself
+        self._begin(self._epoch + 1)
+
+    def _checked(self, drawn: list[Any]) -> list[list[Any]]:
+        if self._batched and not isinstance(drawn[0], Iterable):
+            raise self._wrong(f"it yields {drawn[0]!r}, no batch", "give it as sampler=, or let it yield lists")
+        if not self._batched and isinstance(drawn[0], list):
+            do = "give it as batch_sampler= if these are batches; let an index be a tuple, say"
+            raise self._wrong("it yields lists", do)
+        cut = range(0, len(drawn), self._size)
+        batches = [[*one] for one in (drawn if self._batched else (drawn[at : at + self._size] for at in cut))]
         for batch in batches:
-            if outside := [index for index in batch if not 0 <= index < self._length]:
+            outside = [index for index in batch if isinstance(index, int) and not 0 <= index < self._length]
+            if outside:
                 raise self._wrong(f"it yields {outside[0]}", f"let it yield numbers from 0 to {self._length - 1}")
             if not 0 < len(batch) <= self._size:
                 found = f"it yields a batch of {len(batch)} samples, and global_batch is {self._size}"
@@ -83,6 +140,6 @@ class SamplerOrder:
 
 
 @lru_cache(maxsize=8)
-def sampler_order(sampler: Any, *, seed: int, size: int, length: int) -> SamplerOrder:
-    """The order of `sampler`, drawn once in this process."""
-    return SamplerOrder(sampler, seed=seed, size=size, length=length)
+def sampler_order(sampler: Any, *, seed: int, size: int, length: int, batched: bool) -> SamplerOrder:
+    """Return the order of `sampler`, which is drawn once in this process."""
+    return SamplerOrder(sampler, seed=seed, size=size, length=length, batched=batched)

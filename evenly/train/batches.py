@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,6 +22,10 @@ def batches_to_come(run: Run) -> Iterator[Batch]:
     if run.feed is not None:
         run.feed.begin(run.fitted, run.speeds)
     batch_of = _BatchesByIndex(run).batch if run.feed is None else run.feed.batch
+    if (stated := run.job.loading) and run.world.is_main:
+        stated_in_words = " ".join(f"{name}={value}" for name, value in stated.items())
+        use = "the loader of each rank has" if run.feed is None else "rank 0 reads the stream without"
+        print(f"evenly: {use} {stated_in_words}", file=sys.stderr, flush=True)
     run.clock = time.perf_counter()
     while run.goes_on:
         step = run.steps_done

@@ -23,6 +23,7 @@ from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import HeldStream, Loader, Microbatch, microbatches_of_step, share_of_step
 from evenly.data.nest import tensors_by_path
+from evenly.data.sampler_order import in_words
 from evenly.data.split_streams import held_by, split_path
 from evenly.engine.assemble import roots_of
 from evenly.engine.executor import Executor
@@ -137,11 +138,11 @@ def facts(job: Job) -> dict[str, Any]:
     found["evaluate"] = job.evaluate is not None
     found["schedule"] = [one.schedule is not None for one in job.by_phase.values()]
     found["phases"] = {name: (one.patterns, one.clip_norm, one.every) for name, one in (job.phases or {}).items()}
-    found["sampler"] = type(job.sampler).__name__
+    found["sampler"] = type(job.order).__name__
     if job.streams:  # rank 0 alone reads it
         return found
-    first = microbatches_of_step(job, 0)
-    found["cost"] = [] if job.cost is None or first == microbatches_of_step(job, 0) else ["again"]
+    first = in_words(microbatches_of_step(job, 0))
+    found["cost"] = [] if job.cost is None or first == in_words(microbatches_of_step(job, 0)) else ["again"]
     found["order of samples"] = first
     return found
 

@@ -122,7 +122,7 @@ def _rules(run: Run) -> dict[str, Any]:
         "microbatch_cost": job.microbatch_cost,
         "shuffle": job.shuffle,
         "shuffle_buffer": job.shuffle_buffer,
-        "sampler": None if job.sampler is None else type(job.sampler).__name__,
+        "sampler": None if job.order is None else type(job.order).__name__,
         "precision": run.plan.precision,
         "schedule": any(one.schedule is not None for one in updaters.values()),
         "phases": {phase: type(one.optimizer).__name__ for phase, one in updaters.items() if phase} or None,

@@ -373,9 +373,11 @@ class Run:
     def loader(self, evaluating: Job | None = None) -> Loader:
         """A loader of the job's data, or of what a job with one evaluation set evaluates."""
         world = self.world
+        stated, job = self.job.loading, evaluating or self.job
         workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
-        pin = world.device.startswith("cuda")
-        return Loader(evaluating or self.job, evaluation=evaluating is not None, workers=workers, pin=pin)
+        pin = world.device.startswith("cuda") and stated.get("pin_memory", True)
+        options: Any = {"workers": stated.get("num_workers", workers), "prefetch": stated.get("prefetch_factor")}
+        return Loader(job, evaluation=evaluating is not None, pin=pin, **options)
 
     @property
     def speeds(self) -> tuple[float, ...]:

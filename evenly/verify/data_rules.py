@@ -69,7 +69,7 @@ def _order_problems(job: Job) -> Iterator[str]:
     """Two epochs: each has every sample once, in batches of the right sizes, in an order of its own. A sampler's order
     is its own affair.
     """
-    if job.sampler is not None:
+    if job.order is not None:
         return
     per_epoch = ceil(job.length / job.global_batch)
     orders: list[list[int]] = []
@@ -108,7 +108,7 @@ def _batch(job: Job, step: int) -> list[int]:
 
 
 def _size_problems(job: Job, step: int, batch: Sequence[int]) -> Iterator[str]:
-    if job.sampler is not None:
+    if job.order is not None:
         return
     place = step % ceil(job.length / job.global_batch)
     expected = min(job.global_batch, job.length - place * job.global_batch)

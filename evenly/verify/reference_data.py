@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import default_collate
 
 from evenly.data.generators import seeded
-from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
+from evenly.data.loader import epoch_of_step, microbatches_of_evaluation, microbatches_of_step
 from evenly.data.microbatch import cut
 from evenly.data.nest import map_tensors
+from evenly.data.sampler_order import set_epoch
 from evenly.data.shuffle_buffer import shuffled
 from evenly.data.stream import stream_key
 from evenly.errors import UserError
@@ -31,6 +32,7 @@ def batches(job: Job) -> Iterator[list[Callable[[], list[Any]]]]:
     if job.streams:
         yield from _streamed(job)
     for step in count():
+        set_epoch(epoch_of_step(job, step), job.data, job.collate)
         yield [partial(_by_index, job.data, indices) for indices in microbatches_of_step(job, step)]
 
 
@@ -42,6 +44,7 @@ def _streamed(job: Job) -> Iterator[list[Callable[[], list[Any]]]]:
     """The batches of a stream, one epoch after the other."""
     counted = job.samples_per_microbatch if job.microbatch or job.microbatch_cost is None else None
     for epoch in count():
+        set_epoch(epoch, job.collate)
         samples, delivered = _iterate(job.data, epoch), 0
         if job.shuffle_buffer is not None:
             samples = shuffled(samples, job.shuffle_buffer, partial(stream_key, job.seed, "data", "shuffle", epoch))

@@ -6,7 +6,7 @@ checked on the whole data (`data_rules`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -21,7 +21,7 @@ class FirstSamples(Dataset[Any]):
     """The first `count` samples of `data`."""
 
     def __init__(self, data: Any, count: int) -> None:
-        self._data, self._count = data, count
+        self.dataset, self._count = data, count
 
     def __len__(self) -> int:
         return self._count
@@ -29,10 +29,10 @@ class FirstSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
-        return self._data[index]
+        return self.dataset[index]
 
     def __str__(self) -> str:
-        return f"the first {self._count} of its {len(self._data)} samples"
+        return f"the first {self._count} of its {len(self.dataset)} samples"
 
 
 class FirstOfStream(IterableDataset[Any]):
@@ -70,7 +70,7 @@ class FirstOfStream(IterableDataset[Any]):
 class FirstOfSampler:
     """The first `full` batches of `size` that `sampler` yields in every epoch, and its last one if `job` comes to it.
 
-    The sampler yields indices, or batches of them.
+    A batch sampler has batches of `size` 1.
     """
 
     def __init__(self, sampler: Any, full: int, size: int, steps: int) -> None:
@@ -81,7 +81,6 @@ class FirstOfSampler:
         size, last = self._size, inf
         for number, item in enumerate(self.sampler):
             if number == 0:
-                size = 1 if isinstance(item, Iterable) else size
                 length = len(self.sampler) if hasattr(self.sampler, "__len__") else inf
                 last = (length - 1) // size * size if self._steps * size >= length else inf
             if number < self._full * size or number >= last:
@@ -110,6 +109,8 @@ def shortened(job: Job, steps: int) -> Job:
     if steps < 2 or batch < 3:
         return replace(job, eval_data=eval_data)
     full = max(1, steps - 2)
+    if job.batch_sampler is not None:
+        return replace(job, batch_sampler=FirstOfSampler(job.batch_sampler, full, 1, job.steps), eval_data=eval_data)
     if job.sampler is not None:
         return replace(job, sampler=FirstOfSampler(job.sampler, full, batch, job.steps), eval_data=eval_data)
     return replace(job, data=_first_of(job.data, full, batch, job.steps), eval_data=eval_data)
@@ -117,7 +118,7 @@ def shortened(job: Job, steps: int) -> Job:
 
 def shortened_in_words(job: Job) -> str:
     """Return what a shortened `job` is trained on; '' if that is all of its data."""
-    cut: Any = job.data if job.sampler is None else job.sampler
+    cut: Any = job.data if job.order is None else job.order
     return f"verify trains on {cut}" if isinstance(cut, FirstSamples | FirstOfStream | FirstOfSampler) else ""
 
 

@@ -14,7 +14,6 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import evenly
-from evenly.bridges.sampling import TrainerOrder
 from evenly.errors import UserError
 
 STEPS = 16  # an epoch has 7
@@ -73,16 +72,3 @@ def test_an_order_that_the_training_decides_is_refused(tmp_path: Path) -> None:
         evenly.from_trainer(made(Trainer, tmp_path, train_sampling_strategy="group_by_length"))
     with pytest.raises(UserError, match=r"train_sampling_strategy='batch_rebalance'.*a BatchRebalanceSampler"):
         evenly.from_trainer(made(Trainer, tmp_path, train_sampling_strategy="batch_rebalance"))
-
-
-def test_an_epoch_is_the_same_whatever_was_drawn_before() -> None:
-    generator = torch.Generator().manual_seed(3)
-    sampler = WeightedRandomSampler([1.0, 2.0, 3.0], 9, generator=generator)
-    epochs = [[*sampler] for _ in range(3)]
-    generator.manual_seed(3)
-    order = TrainerOrder(sampler)
-    for epoch in (2, 0, 1, 1):
-        torch.manual_seed(epoch)
-        order.set_epoch(epoch)
-        assert [*order] == epochs[epoch]
-    assert [*sampler] == epochs[0]  # as it was found

@@ -27,8 +27,8 @@ from evenly.verify.shorten import shortened
 STEPS = 4
 
 
-def batches(sampler: Any, count: int, *, seed: int = 0, length: int = 37) -> list[list[int]]:
-    order = SamplerOrder(sampler, seed=seed, size=10, length=length)
+def batches(sampler: Any, count: int, *, seed: int = 0, length: int = 37, batched: bool = False) -> list[list[int]]:
+    order = SamplerOrder(sampler, seed=seed, size=10, length=length, batched=batched)
     return [order.batch(step) for step in range(count)]
 
 
@@ -65,9 +65,7 @@ class Counting:
         return iter(range(self.times, 12))
 
 
-@pytest.mark.parametrize(
-    "make", [weighted, lambda: weighted(torch.Generator()), lambda: RandomSampler(range(37)), Drawing]
-)
+@pytest.mark.parametrize("make", [weighted, lambda: RandomSampler(range(37)), Drawing])
 def test_an_order_follows_from_the_seed_and_the_epoch(make: Any) -> None:
     first = batches(make(), 9)
     torch.rand(3), random.random()
@@ -85,7 +83,7 @@ def test_weights_repeat_samples_in_batches_that_end_with_the_epoch() -> None:
 
 
 def test_batches_of_any_size_are_as_the_sampler_has_them() -> None:
-    assert batches(Uneven(), 5) == [[0], [1, 2, 3], [*range(10)], [1], [1, 2, 3]]
+    assert batches(Uneven(), 5, batched=True) == [[0], [1, 2, 3], [*range(10)], [1], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +92,21 @@ def test_batches_of_any_size_are_as_the_sampler_has_them() -> None:
         (Counting(), "drawn again for the same epoch"),
         (range(0), "it yields nothing"),
         (range(30, 40), "it yields 37"),
-        ([[*range(11)]], "a batch of 11 samples, and global_batch is 10"),
+        ([[1, 2]], "it yields lists"),
     ],
 )
 def test_a_sampler_that_cannot_be_followed_is_named(sampler: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         batches(sampler, 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [([[*range(11)]], "a batch of 11 samples, and global_batch is 10"), (range(3), "it yields 0, no batch")],
+)
+def test_a_batch_sampler_that_cannot_be_followed_is_named(sampler: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        batches(sampler, 1, batched=True)
 
 
 # ------------------------------------------------------------------------------------------- jobs
