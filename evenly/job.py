@@ -123,8 +123,9 @@ class Job:
     shuffle_buffer:  samples of a stream that are held back, to deliver one of them at random in the place of the next.
     frozen:          pattern of names of parameters (as `fnmatch`) -> how many steps they are frozen from the first on,
                      None: for ever. Of several patterns that match a name, the last one decides.
-    schedule:        optimizer -> torch LRScheduler; counts steps, but ReduceLROnPlateau, which follows the loss of the
-                     evaluations that `eval_every` asks for.
+    schedule:        optimizer -> torch LRScheduler; counts steps, but ReduceLROnPlateau, which follows the evaluations
+                     that `eval_every` asks for.
+    schedule_metric: which metric or figure of the (first) evaluation set that follows; by default the loss.
     phases:          several updates in each step, by name and in their order, all on the same batch; in place of
                      `loss`, `optimizer`, `schedule` and `clip_norm`. A `loss` is then that of evaluations.
     clip_norm:       largest global gradient norm.
@@ -167,6 +168,7 @@ class Job:
     prefetch_factor: int | None = None
     shuffle_buffer: int | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    schedule_metric: str | None = None
     clip_norm: float | None = None
     phases: Mapping[str, Phase] | None = None
     average: EMA | SWA | None = None
@@ -312,6 +314,8 @@ def _problems(job: Job) -> Iterable[str]:
             yield f"{field} is {value!r}, must be a finite number above 0"
     if job.microbatch_cost is not None and job.cost is None:
         yield "microbatch_cost is set but cost is not"
+    if not isinstance(job.schedule_metric, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        yield f"schedule_metric is a {type(job.schedule_metric).__name__}, not the name of a metric"
     if job.precision not in PRECISIONS:
         yield f"precision is {job.precision!r}, must be one of {', '.join(PRECISIONS)}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

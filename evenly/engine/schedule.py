@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -35,6 +36,12 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler | 
             f"it follows the loss of the evaluations, and the job has no {' and no '.join(missing)}",
             "give the Job eval_data and eval_every, or a schedule that counts steps",
         )
+    if isinstance(schedule, ReduceLROnPlateau) and job.schedule_metric in (None, "loss") and schedule.mode == "max":
+        raise UserError(
+            f"schedule {type(schedule).__name__} with mode='max'",
+            "it follows the loss of the evaluations, which is to fall",
+            "leave out the mode, or name the metric that it follows: schedule_metric='accuracy'",
+        )
     try:
         json.dumps(schedule.state_dict())
     except TypeError as problem:
@@ -54,6 +61,7 @@ class Advance:
 
     def __init__(self, job: Job, schedule: LRScheduler | None) -> None:
         self._seed, self._schedule = job.seed, schedule
+        self._metric = job.schedule_metric or "loss"
         self._every = job.eval_every if isinstance(schedule, ReduceLROnPlateau) else None
         self.followed = 0
 
@@ -69,20 +77,28 @@ class Advance:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self._schedule.step()
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Called after every evaluation, whoever asked for it.
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether it is given evaluations, and does not count steps."""
+        return self._every is not None
 
-        Raises `RunError` for a loss that is no number, with which every comparison would be false.
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Give it an evaluation, whoever asked for that; `figures` are its metrics and its loss, by name.
+
+        Raises `RunError` where what it follows is not there or no number, with which every comparison would be false.
         """
         if not self.waits(step):
             return
-        if math.isnan(loss):
+        if self._metric not in figures:
+            found = f"the learning rate follows {self._metric!r}, and it has {', '.join(sorted(figures))}"
+            raise RunError(f"the evaluation after step {step}", found, "name one of these: schedule_metric=NAME")
+        if math.isnan(figures[self._metric]):
             raise RunError(
                 f"the evaluation after step {step}",
-                "its loss is nan, which the learning rate is to follow",
+                f"its {self._metric} is nan, which the learning rate is to follow",
                 "look for its cause in eval_data or in the model",
             )
         assert isinstance(self._schedule, ReduceLROnPlateau)
         with seeded(stream_key(self._seed, "schedule", step)):
-            self._schedule.step(loss)
+            self._schedule.step(figures[self._metric])
         self.followed = step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -242,10 +242,10 @@ class Updater:
         with self._composed.showing(True):
             self.advance.end_step(step)
 
-    def end_evaluation(self, step: int, loss: float) -> None:
+    def end_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         """Advances a learning-rate schedule that follows the evaluation after `step`."""
         with self._composed.showing(True):
-            self.advance.evaluated(step, loss)
+            self.advance.evaluated(step, figures)
 
     def state(self) -> dict[str, Any]:
         """What is saved of it besides the state of its optimizer."""

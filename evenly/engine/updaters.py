@@ -14,6 +14,7 @@ from evenly.comm.world import World
 from evenly.engine.build import call_job, choose_kernels
 from evenly.engine.compose import Composed
 from evenly.engine.updater import Updater
+from evenly.errors import UserError
 from evenly.job import Job
 from evenly.model.phases import parameters_of
 from evenly.plan import Plan
@@ -33,6 +34,11 @@ class Updaters:
         self.by_phase = {
             phase: Updater(one, plan, composed, world, only=self._names[phase]) for phase, one in job.by_phase.items()
         }
+        if job.schedule_metric and not any(one.advance.follows_evaluations for one in self.by_phase.values()):
+            found = "no schedule follows the evaluations"
+            raise UserError(
+                f"schedule_metric={job.schedule_metric!r}", found, "give it a ReduceLROnPlateau, or leave it out"
+            )
         self._every = {phase: job.phases[phase].every if job.phases else 1 for phase in self.by_phase}
         self.optimizer = joined_optimizers([one.optimizer for one in self.by_phase.values()])
 
@@ -58,10 +64,10 @@ class Updaters:
         """Whether a schedule has yet to be given an evaluation after `step`."""
         return any(one.advance.waits(step) for one in self.by_phase.values())
 
-    def end_evaluation(self, step: int, loss: float) -> None:
+    def end_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         """Advances all schedules that follow the evaluation after `step`."""
         for one in self.by_phase.values():
-            one.end_evaluation(step, loss)
+            one.end_evaluation(step, figures)
 
     @contextmanager
     def inside(self) -> Generator[None]:

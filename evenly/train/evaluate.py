@@ -51,7 +51,7 @@ def evaluate(run: Run, *, average: bool = True) -> Evaluation:
     sets = {name: replace(found, averaged=averaged) for name, found in sets.items()}
     evaluation = replace(next(iter(sets.values())), sets={} if "" in sets else sets)
     if average:  # of what the job's own evaluations are
-        run.updaters.end_evaluation(run.steps_done, evaluation.loss)
+        run.updaters.end_evaluation(run.steps_done, {**evaluation.metrics, "loss": evaluation.loss})
     run.recorder.evaluated(run.steps_done, evaluation)
     run.clock = time.perf_counter()
     return evaluation

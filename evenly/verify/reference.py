@@ -95,7 +95,7 @@ def reference_steps(
             evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
         eval_loss = next((found["loss"] for found in evaluation.values()), None)
         for phase in phases:
-            _advance(phase.schedule, job, step + 1, eval_loss, counts=phase in running)
+            _advance(phase.schedule, job, step + 1, evaluation, counts=phase in running)
         yield ReferenceStep(
             step + 1,
             sum(losses),
@@ -209,14 +209,16 @@ def _is_frozen(job: Job, name: str, step: float) -> bool:
     return counts != [] and (counts[-1] is None or step <= counts[-1])
 
 
-def _advance(schedule: Any, job: Job, step: int, eval_loss: float | None, *, counts: bool) -> None:
+def _advance(schedule: Any, job: Job, step: int, evaluation: Mapping[str, Any], *, counts: bool) -> None:
     """Steps the schedule, if there is one and what it counts or follows is due; counts: whether `step` does."""
     with seeded(stream_key(job.seed, "schedule", step)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if job.eval_every is not None and step % job.eval_every == 0:
-                assert eval_loss is not None
-                schedule.step(eval_loss)
+                figures, name = next(iter(evaluation.values())), job.schedule_metric or "loss"
+                if name not in figures:
+                    raise UserError(f"schedule_metric={name!r}", f"an evaluation has {', '.join(figures)}", "name one")
+                schedule.step(figures[name])
         elif schedule is not None and counts:
             schedule.step()
 
