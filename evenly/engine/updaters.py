@@ -77,11 +77,6 @@ class Updaters:
                 stack.enter_context(one.inside())
             yield
 
-    def begin(self) -> None:
-        """Have optimizers with two faces show the one for training; a collective."""
-        for one in self.by_phase.values():
-            one.faces.begin()
-
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within, optimizers with two faces show the one for evaluations."""
@@ -91,8 +86,9 @@ class Updaters:
             yield
 
     def show_groups(self) -> None:
-        """Has the job's code find the model's parameters in the groups of all optimizers."""
+        """Has the job's code find the model's parameters in the groups of all optimizers, in training; a collective."""
         for one in self.by_phase.values():
+            one.faces.begin()
             one.show_groups()
 
     @contextmanager

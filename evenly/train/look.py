@@ -33,6 +33,7 @@ from evenly.job import Job, is_stream
 from evenly.parallel.core.attributes import NumbersAndWords, own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.optimizer_kinds import is_known
 from evenly.parallel.core.places import places_restored
 from evenly.plan import Plan
 from evenly.train.counters import Counters
@@ -147,8 +148,16 @@ def facts(job: Job) -> dict[str, Any]:
     return found
 
 
-def check_update(updaters: Updaters, world: World) -> None:
-    """Raises `UserError`, on all ranks alike, where ranks have different optimizers or schedules."""
+def check_update(updaters: Updaters, world: World, *, saves: bool = False) -> None:
+    """Raises `UserError`, on all ranks alike, where ranks have different optimizers or schedules, or one does not work.
+
+    saves: whether the run has checkpoints.
+    """
+    for one in updaters.by_phase.values():
+        if not is_known(one.optimizer):
+            from evenly.train.look_optimizer import try_optimizer  # what saves takes a second to import
+
+            try_optimizer(one, saves=saves)
     if world.size == 1:
         return
     found: dict[str, Any] = {}

@@ -36,7 +36,6 @@ from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
-from evenly.parallel.core.optimizer_kinds import is_known
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.average import averaged_weights
 from evenly.train.batches import batches_to_come
@@ -123,8 +122,7 @@ class Run:
         self.optimizer, self.schedule = self.updaters.optimizer, self.updaters.first.schedule
         self.weight_average = averaged_weights(job, self.plan, self.composed)
         with world.during("first step"):
-            check_update(self.updaters, world)
-            self._try_optimizers()
+            check_update(self.updaters, world, saves=self.out is not None)
             self.averages = check_model(job, self.plan, self.executor, seen, world)
         position = self.composed.pipeline.group.position if self.composed.pipeline is not None else 0
         self.slow = SlowRanks(gather_values(position, world.group("world")))
@@ -150,20 +148,12 @@ class Run:
             self._open(options)
         elif options.resume:
             raise UserError("resuming", "the run has no folder", OUT)
-        self.updaters.begin()
         self.state_is_whole = True
         self.recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
         record_decisions(self, decision.predicted, options.settings)
         # From now on to the job's code, but within the methods of this class.
         self.composed.show_parameters()
         self.updaters.show_groups()
-
-    def _try_optimizers(self) -> None:
-        for updater in self.updaters.by_phase.values():
-            if not is_known(updater.optimizer):
-                from evenly.train.look_optimizer import try_optimizer  # what saves takes a second to import
-
-                try_optimizer(updater, saves=self.out is not None)
 
     @property
     def is_main(self) -> bool:
