@@ -40,8 +40,8 @@ def encode(value: object, where: str) -> Any:
     """`value` as JSON can hold it; `decode` is the inverse.
 
     where: the name of the value in the error.
-    Raises `UserError` for all but None, bool, int, float, str, numbers of numpy, and lists, tuples, dicts, Counters of
-    them.
+    Raises `UserError` for all but None, bool, int, float, str, numbers and arrays of numpy, and lists, tuples, dicts
+    and Counters of them.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -49,6 +49,8 @@ def encode(value: object, where: str) -> Any:
         return value if math.isfinite(value) else {KIND: "float", "value": repr(value)}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {KIND: "number", "type": value.dtype.name, "value": encode(value.item(), where)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {KIND: "array", "type": value.dtype.name, "items": encode(value.tolist(), where)}
     if isinstance(value, NamedTensor):
         return {KIND: "tensor", "name": value.name}
     if isinstance(value, SmallTensor):
@@ -98,6 +100,8 @@ def _decode_kind(fields: dict[str, Any]) -> Any:
                 return float(fields["value"])
             case "number":
                 return np.dtype(fields["type"]).type(decode(fields["value"]))
+            case "array":
+                return np.array(decode(fields["items"]), dtype=fields["type"])
             case "tensor":
                 return NamedTensor(fields["name"])
             case "values":

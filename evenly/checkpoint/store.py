@@ -132,6 +132,10 @@ class CheckpointStore:
     def _take_lock(self, place: CheckpointFolder) -> None:
         self._locks.append(place.lock())
 
+    def together(self, asked: str, act: Callable[[], T]) -> list[T]:
+        """Return what `act` returns on each rank; every rank raises the first error."""
+        return self._ranks.together(asked, act)
+
     def on_first_rank(self, asked: str, act: Callable[[], T]) -> T:
         """What `act` returns on the first rank; every rank raises its error. No save may be under way."""
         self.finish()

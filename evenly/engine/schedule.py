@@ -6,7 +6,6 @@ learning rate is a function of the job, whoever asks for the evaluations and wha
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -42,14 +41,6 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler | 
             "it follows the loss of the evaluations, which is to fall",
             "leave out the mode, or name the metric that it follows: schedule_metric='accuracy'",
         )
-    try:
-        json.dumps(schedule.state_dict())
-    except TypeError as problem:
-        raise UserError(
-            f"schedule {type(schedule).__name__}",
-            f"its state cannot be saved: {problem}",
-            "use functions, not callable objects",
-        ) from problem
     return schedule
 
 

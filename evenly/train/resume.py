@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import state
 from evenly.checkpoint.manifest import MODEL, OPTIMIZER
+from evenly.checkpoint.plain import encode
 from evenly.checkpoint.shared_memory import keep_snapshot
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.collectives import gather_values
-from evenly.errors import ResumeError
+from evenly.errors import CheckpointError, ResumeError, UserError
 from evenly.train.average import named_averages
 
 if TYPE_CHECKING:
@@ -47,15 +49,42 @@ def snapshot(run: Run) -> Snapshot:
             tensors = {name: tensor for name, tensor in tensors.items() if parameter_of(name) not in others}
         if (parts := _parts(run, tensors)) is not None:
             tensors = parts.gather(tensors)
-    values["rules"] = _rules(run)
+    return Snapshot(run.steps_done, tensors, values | _values(run) | {"hooks": run.hooks.state()}, finite)
+
+
+def _values(run: Run) -> dict[str, Any]:
+    """Return what is saved besides model, optimizer and hooks."""
+    values: dict[str, Any] = {"rules": _rules(run), "plan": str(run.plan), **run.updaters.state()}
     if run.feed is not None and (place := run.feed.place(run.steps_done)) is not None:
         values["stream"] = place
-    values["plan"] = str(run.plan)
-    values |= run.updaters.state()
     values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
-    values["left_out"] = run.left_out
-    values["hooks"], values["ended_early"] = run.hooks.state(), run.ended_early
-    return Snapshot(run.steps_done, tensors, values, finite)
+    return values | {"left_out": run.left_out, "ended_early": run.ended_early}
+
+
+def try_values(run: Run, store: CheckpointStore) -> None:
+    """Raise `UserError`, on all ranks alike, where a value of the state that `run` begins with cannot be saved."""
+
+    def act() -> None:
+        hooks: dict[str, Any] = {}
+        with suppress(Exception):  # a hook may have no state before its first call
+            hooks = run.hooks.state()
+        values = read_state(run.model, run.optimizer)[1] | _values(run) | {"hooks": hooks}
+        encode(values, "values")
+
+    with run.state_as_saved():
+        store.together("save a checkpoint", act)
+
+
+def save(run: Run, store: CheckpointStore, score: float | None) -> None:
+    """Begin the checkpoint of the steps done so far; one that fails leaves those before it, and says where."""
+    try:
+        store.save(snapshot(run), score=score)
+    except UserError as problem:
+        store.finish()
+        steps = store.steps()
+        kept = f"step {steps[-1]} is saved in {run.out}: resume from there" if steps else "nothing was saved before"
+        asked = f"saving the state after step {run.steps_done}: {problem.asked}"
+        raise CheckpointError(asked, problem.found, f"{problem.do}; {kept}") from problem
 
 
 def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:

@@ -304,10 +304,10 @@ class Run:
             raise UserError("run.save()", "the run has no folder", OUT)
         due = self.saved_at != self.steps_done
         if due:
-            from evenly.train.resume import snapshot
+            from evenly.train.resume import save
 
             with keeping_state(self), self.world.during("saving"), self.updaters.evaluating():
-                self.store.save(snapshot(self), score=score)
+                save(self, self.store, score)
             self.saved_at = self.steps_done
             self.recorder.saved(self.steps_done)
         self.clock = time.perf_counter()
@@ -316,15 +316,18 @@ class Run:
     @all_ranks()
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
-        from evenly.train.resume import open_store, restore
+        from evenly.train.resume import open_store, restore, try_values
 
         self.store = open_store(self, options)
-        if options.resume:
-            try:
+        try:
+            if options.resume:
                 restore(self, self.store, options.step)
-            except BaseException:
-                self.store.close()
-                raise
+            else:
+                try_values(self, self.store)
+        except BaseException:
+            self.store.close()
+            raise
+        if options.resume:
             self.saved_at = None if self.evaluation_due else self.steps_done
             self._first_step = self.steps_done
         if options.snapshot:
