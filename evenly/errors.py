@@ -51,6 +51,10 @@ class RunError(EvenlyError):
     """A run that began and could not go on."""
 
 
+class PathError(RunError):
+    """A microbatch that takes a way through the model's code which the plan has not seen before the first step."""
+
+
 class SampleError(RunError):
     """A sample that could not be read or collated; names its index."""
 

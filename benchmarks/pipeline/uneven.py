@@ -23,7 +23,7 @@ import evenly
 from evenly.engine.find_stages import FLOPS_PER_BYTE
 from evenly.launcher.agent import Launch, start_ranks
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.stage_discovery import find_call_costs
+from evenly.parallel.pipeline.stage_discovery import Code, find_calls
 
 RANKS, MICROBATCHES, STEPS = 2, 8, 5  # of a turn; the first is not counted
 JOBS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def predicted(model: str) -> list[float]:
     """Cost of each block, as shares of all."""
     job = tower_job(1, steps=1, **JOBS[model])
     tower, batch = job.model(), torch.utils.data.default_collate([job.data[n] for n in range(job.global_batch)])
-    calls = find_call_costs(StagedModel(tower, "cpu"), lambda: job.loss(tower, batch).total)
+    calls = find_calls(StagedModel(tower, "cpu"), [Code(lambda: job.loss(tower, batch).total)]).costs
     costs = [call.flops + call.moved_bytes * FLOPS_PER_BYTE["cpu"] for call in calls]
     return [cost / sum(costs) for cost in costs]
 

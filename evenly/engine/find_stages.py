@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +18,20 @@ from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.engine.build import build_model
 from evenly.engine.precision import autocast_as_on, place_batch
-from evenly.errors import PlanError
-from evenly.job import Job
+from evenly.errors import PlanError, SampleError
+from evenly.job import Job, is_stream
 from evenly.model.modes import evaluating
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_calls, find_stage_plan
+from evenly.parallel.pipeline.remote_tensor import cache_key
+from evenly.parallel.pipeline.stage_discovery import Code, find_calls, find_stage_plan
 from evenly.parallel.pipeline.stages import CallCost, FoundCalls, StagePlan, joined_owners
 from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
 from evenly.plan.schedule import rank_of_stage, runnable
 
+FIRST_BATCHES, MANY, FEW = 4, 16, 4  # microbatches of the first, and of each other: their paths are looked at
 # Floating-point operations that a device does in the time it moves a byte: memory traffic is counted as operations.
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
 
@@ -75,9 +78,9 @@ def stage_plans_of(
         owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
         found: dict[str, StagePlan] = {}
         for phase, one in phases.items():
-            evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
+            evaluations = _evaluations(job, model.model, plan.precision) if phase == "" else ()
             found[phase] = find_stage_plan(
-                model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
+                model, one.calls, one.counts, one.codes, evaluations, owners=owners, phase=phase
             )
         return found, next(iter(phases.values())).calls.costs
     finally:
@@ -86,72 +89,79 @@ def stage_plans_of(
 
 @dataclass(frozen=True)
 class _CutPhase:
-    """A phase of a job: what runs its loss, the calls that this makes, and how many of them each stage has."""
+    """A phase of a job: its loss on the first microbatches, the calls of these, and how many of them each stage has."""
 
-    compute: Callable[[], Any]
+    codes: Sequence[Code]
     calls: FoundCalls
     counts: tuple[int, ...]
 
 
 def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPhase:
-    found = find_calls(model, _compute(job, model.model, plan.precision, device))
-    _check_chance(found, plan)
+    found = find_calls(model, _codes(job, model.model, plan.precision, device))
+    _check_paths(found, plan)
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
     # No limit on the CPU, whose memory all ranks share.
     limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     counts = counts_of(found.costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
     # What stages send has the names of functions that the code calls, to which the types of other devices add some.
-    return _CutPhase(_compute(job, model.model, plan.precision), found, counts)
+    return _CutPhase(_codes(job, model.model, plan.precision), found, counts)
 
 
-def _evaluated(job: Job, model: nn.Module, precision: str) -> Callable[[], Any] | None:
-    """What runs the job's loss in an evaluation, if it has one."""
-    if job.eval_data is None:
-        return None
-    evaluate = _compute(job, model, precision, evaluation=True)
+def _evaluations(job: Job, model: nn.Module, precision: str) -> Sequence[Code]:
+    """The job's loss on the first microbatches of its evaluations, if it has any."""
 
-    def evaluated() -> Any:
+    def evaluated(run: Callable[[], Any]) -> Any:
         with evaluating(model):
-            return evaluate()
+            return run()
 
-    return evaluated
+    jobs = [job.with_eval_data(data) for data in job.eval_sets.values()] if job.eval_data is not None else []
+    codes = [code for one in jobs for code in _codes(one, model, precision, evaluation=True)]
+    return [replace(code, run=partial(evaluated, code.run)) for code in codes]
 
 
-def _check_chance(found: FoundCalls, plan: Plan) -> None:
+def _check_paths(found: FoundCalls, plan: Plan) -> None:
     """Raises `PlanError` where ranks that gather parameters together would call other blocks than each other."""
-    if found.by_chance and plan.data.zero_stage == 3:
+    if found.differ and plan.data.zero_stage == 3:
         raise PlanError(
             f"plan {plan}",
-            "the model draws random numbers between its blocks, which may leave some out (layerdrop), and zero=3 "
-            "gathers the parameters of each",
+            "microbatches call other blocks than each other, by a draw between them (layerdrop) or by what is in them, "
+            "and zero=3 gathers the parameters of each",
             "use zero=2, or a plan without pipeline",
         )
 
 
-def call_costs_of(job: Job, model: StagedModel, plan: Plan, device: str) -> list[CallCost]:
-    """The cost of each block call of the job's first microbatch on a device of this type; runs on fake tensors."""
+def calls_of_job(job: Job, model: StagedModel, plan: Plan, device: str) -> FoundCalls:
+    """The block calls of the job's first microbatches on a device of this type; runs on fake tensors."""
     caches = CachesOff(model.model)
     try:
-        return find_call_costs(model, _compute(job, model.model, plan.precision, device))
+        return find_calls(model, _codes(job, model.model, plan.precision, device))
     finally:
         caches.close()
 
 
-def _compute(
+def _codes(
     job: Job, model: nn.Module, precision: str, device: str = "cpu", *, evaluation: bool = False
-) -> Callable[[], Any]:
-    """A function that runs the job's loss on the first microbatch; device: whose types autocast gives."""
+) -> Sequence[Code]:
+    """The job's loss on the first microbatches; device: whose types autocast gives."""
     if evaluation:
-        job = job.with_eval_data(next(iter(job.eval_sets.values())))
-    share = share_of_evaluation(job, rank=0, ranks=1) if evaluation else share_of_step(job, 0, rank=0, ranks=1)
-    microbatch = next(Loader(job, evaluation=evaluation).read(iter([replace(share, own=[0])])))
-    batch = place_batch(microbatch.batch, precision, "cpu")
+        shares = [share_of_evaluation(job, rank=0, ranks=1)]
+    else:  # of a stream no more is known than the first batch
+        steps = range(1 if is_stream(job.data) else min(FIRST_BATCHES, job.steps))
+        shares = [share_of_step(job, step, rank=0, ranks=1) for step in steps]
+    shares = [replace(one, own=[*range(len(one.microbatches))[: FEW if one.step else MANY]]) for one in shares]
+    batches: list[Any] = []
+    try:
+        for microbatch in Loader(job, evaluation=evaluation).read(iter(shares)):
+            batches.append(place_batch(microbatch.batch, precision, "cpu"))
+    except SampleError:  # of a later one the training tells in its turn
+        if not batches:
+            raise
 
-    def compute() -> Any:
+    def run(batch: Any) -> Any:
         with autocast_as_on(device, precision):
             return job.loss(model, copy.deepcopy(batch))  # it may change its batch in place, and runs again
 
-    return compute
+    return [Code(partial(run, batch), cache_key(batch, sizes=False)) for batch in batches]
 
 
 def counts_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,14 +16,14 @@ from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
+from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, LossFunction, See
 from evenly.engine.step_totals import StepTotalsBuilder
-from evenly.errors import RunError
+from evenly.errors import EvenlyError, RunError
 from evenly.job import Job
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
-from evenly.parallel.pipeline.stage_discovery import calls_of
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 
@@ -40,16 +39,15 @@ class PipelineExecutor(Executor):
     ) -> None:
         super().__init__(job, plan, composed, world)
         self._pipeline, self._runner = pipeline, runner
-        self._checked: set[object] = set()  # the code of losses other than the job's
 
     def rounds(self, share: Share) -> int:
         """One per stage of this rank and microbatch, including those that fill up the schedule."""
         return self._runnable(share.rounds) * self.plan.pipeline.stages_per_rank
 
     @property
-    def by_chance(self) -> bool:
+    def paths_differ(self) -> bool:
         """Whether what the code draws between blocks may decide which it calls; all stages draw the same then."""
-        return self._pipeline.model.stage_plan.by_chance
+        return bool(self._pipeline.model.stage_plan.paths_differ)
 
     @contextmanager
     def computing(self, phase: str, loss: LossFunction | None = None) -> Generator[None]:
@@ -68,29 +66,8 @@ class PipelineExecutor(Executor):
     def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
         """Runs forward and backward of all microbatches through the stages of this rank."""
         microbatches = self._filled([*chain.from_iterable(batch.rounds(1))])
-        if batch.loss is not None and microbatches:
-            self._check_calls(batch.loss, microbatches[0], batch.share.step)
         work = _Training(self, microbatches, builder, batch.share.step, scale)
         self._runner.step(len(microbatches), work, spans)
-
-    def _check_calls(self, loss: LossFunction, microbatch: Microbatch, step: int) -> None:
-        """Raises `RunError` where `loss` calls other blocks than the job's, whose calls the stages are made of."""
-        code, stage_plan = getattr(loss, "__code__", loss), self._pipeline.model.stage_plan
-        if code in self._checked or stage_plan.by_chance:
-            return
-        calls, expected = (
-            calls_of(self._pipeline.model, partial(self.code_of, microbatch, step)),
-            stage_plan.calls[True],
-        )
-        if calls != expected:
-            raise RunError(
-                f"training on another loss than the job's under pipeline={self.plan.pipeline.size}",
-                f"it calls blocks {len(calls)} times, and the job's, which the model was cut for, {len(expected)} times"
-                if len(calls) != len(expected)
-                else "it calls the model's blocks in another order",
-                "let it call the model as the job's loss does, or use a plan without pipeline",
-            )
-        self._checked.add(code)
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
         """Runs the forward of all microbatches, some at a time."""
@@ -105,11 +82,6 @@ class PipelineExecutor(Executor):
         builder = StepTotalsBuilder(self.world, microbatches=0)
         self._runner.look(len(filled), _Looking(self, filled, builder, losses, see))
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
-
-    def code_of(self, microbatch: Microbatch, step: int) -> Any:
-        """Runs the job's loss with the random numbers that the microbatch has in `step`; records nothing."""
-        key = self.stream_of(step, microbatch.number)
-        return self.run_code(self.composed.replicas[0], microbatch.copied(), key)
 
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""
@@ -154,7 +126,7 @@ class _Evaluating:
         try:
             return self._compute(found)
         finally:
-            if not self.executor.by_chance and drawn_past_torch():
+            if not self.executor.paths_differ and drawn_past_torch():
                 raise RunError(
                     "running the model in stages",
                     "its forward draws from Python's or numpy's generator, and stages would draw other numbers",
@@ -163,8 +135,18 @@ class _Evaluating:
             self._computed(found)
 
     def run_code(self, microbatch: int) -> Any:
-        """Called in training only."""
-        raise NotImplementedError
+        """Runs the job's loss of the microbatch, and records nothing."""
+        found = self.microbatches[microbatch]
+        return self.executor.run_code(self.executor.composed.replicas[0], found.copied(), self.key_of(found))
+
+    def key_of(self, microbatch: Microbatch) -> int:
+        """The random stream of the microbatch."""
+        return stream_key(self.executor.job.seed, "evaluation", microbatch.number)
+
+    def stop(self, microbatch: int, problem: EvenlyError) -> bool:
+        """Parameters that ranks gather together bind them to one path."""
+        self.builder.stop(self.microbatches[microbatch].number, problem)
+        return self.executor.plan.data.zero_stage < 3
 
     def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
         self.executor.evaluation_loss(self.executor.composed.replicas[0], microbatch, self.builder)
@@ -185,9 +167,13 @@ class _Looking(_Evaluating):
     losses: dict[int, float]
     see: See
 
-    def run_code(self, microbatch: int) -> Any:
+    def stop(self, microbatch: int, problem: EvenlyError) -> bool:
+        """Before the first step there is nothing to save."""
+        return False
+
+    def key_of(self, microbatch: Microbatch) -> int:
         """As in the first step."""
-        return self.executor.code_of(self.microbatches[microbatch], 0)
+        return self.executor.stream_of(0, microbatch.number)
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
         total = self.executor.loss_of(self.microbatches[microbatch]).total
@@ -206,9 +192,8 @@ class _Training(_Evaluating):
     step: int
     scale: float
 
-    def run_code(self, microbatch: int) -> Any:
-        """Runs the job's loss with the random numbers of the microbatch, and records nothing."""
-        return self.executor.code_of(self.microbatches[microbatch], self.step)
+    def key_of(self, microbatch: Microbatch) -> int:
+        return self.executor.stream_of(self.step, microbatch.number)
 
     def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
         executor = self.executor

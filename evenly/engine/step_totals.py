@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.engine.metrics import MetricCells, MetricSums, as_metrics, joined, joined_metrics, put
-from evenly.errors import RunError
+from evenly.errors import EvenlyError, PathError, RunError
 from evenly.loss import UNDIVIDED, Loss
 
 
@@ -119,6 +120,7 @@ class StepTotalsBuilder:
         self._values = [0.0] * self.size
         self._on_device: dict[int, torch.Tensor] = {}  # by index, numbers on a GPU, which are not read one by one
         self.metrics = MetricCells()
+        self._problem: EvenlyError | None = None
 
     @property
     def size(self) -> int:
@@ -132,6 +134,11 @@ class StepTotalsBuilder:
             self.metrics.add(number - self._first, loss)
         for place, value in enumerate([*row, *calls], (number - self._first) * self._width + 2 - len(row)):
             put(self._values, self._on_device, place, value)
+
+    def stop(self, number: int, problem: EvenlyError) -> None:
+        """Records that this rank could not run microbatch `number`."""
+        self._values[(number - self._first) * self._width + 1] = -math.inf
+        self._problem = problem
 
     def numbers(
         self,
@@ -156,8 +163,11 @@ class StepTotalsBuilder:
         return joined(self._values, self._on_device, self._world.device) if self._on_device else self._values
 
     def read(self, values: list[float]) -> StepTotals:
-        """Reads the sum of all ranks' vectors."""
+        """Reads the sum of all ranks' vectors. Raises `PathError`, on all ranks, for a microbatch that was not run."""
         size = self._world.size
+        if -math.inf in values[1 : self._cells : self._width]:
+            problems = gather_values(self._problem and self._problem.args, self._world.group("world"))
+            raise PathError(*next(filter(None, problems)))
         rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
         return StepTotals(
             totals=[row[0] for row in rows],

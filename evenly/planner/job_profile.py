@@ -74,7 +74,7 @@ class JobProfiler:
     device: str = "cpu"
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
-    _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
+    _calls: dict[str, tuple[Any, list[str]]] = field(default_factory=dict[str, Any])
     _lines: dict[tuple[Any, ...], SampleLine] = field(default_factory=dict[tuple[Any, ...], SampleLine])
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _equal_calls: dict[str, EqualCalls | None] = field(default_factory=dict[str, EqualCalls | None])
@@ -262,30 +262,29 @@ class JobProfiler:
 
     def stages(self, plan: Plan, device: Device | None) -> Stages:
         """What the pipeline of `plan` cuts the model into on such devices; None: whether or not it fits there."""
-        from evenly.engine.find_stages import call_costs_of, counts_of
+        from evenly.engine.find_stages import calls_of_job, counts_of
         from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
-        from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
+        from evenly.parallel.pipeline.stages import joined_owners
 
-        def found(around: AbstractContextManager[None]) -> tuple[list[Any], list[str]]:
+        def found(around: AbstractContextManager[None]) -> tuple[Any, list[str]]:
             with around:
                 built = build_model(self.job, precision=plan.precision, device=None)
             model = StagedModel(built, "cpu")
             job = next(iter(self.job.by_phase.values()))
-            return call_costs_of(job, model, plan, self.device), [*model.stage_tensors]
+            return calls_of_job(job, model, plan, self.device), [*model.stage_tensors]
 
-        if plan.precision not in self._call_costs:
+        if plan.precision not in self._calls:
             with suppress(EvenlyError):  # which the model with its numbers says by itself
-                self._call_costs[plan.precision] = found(parameters_on_meta())
-        if plan.precision not in self._call_costs:
-            self._call_costs[plan.precision] = found(nullcontext())
-        call_costs, names = self._call_costs[plan.precision]
+                self._calls[plan.precision] = found(parameters_on_meta())
+        if plan.precision not in self._calls:
+            self._calls[plan.precision] = found(nullcontext())
+        calls, names = self._calls[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         on_gpu = device is not None and device.kind != "cpu"
         limit_bytes = round(device.memory_bytes) if device is not None and on_gpu else None
         kind = "cuda" if on_gpu else "cpu"
-        counts = counts_of(call_costs, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)
-        stage_of = stage_of_calls([call_cost.call for call_cost in call_costs], counts)
-        return Stages(counts, owners_of(names, call_costs, stage_of))
+        counts = counts_of(calls.costs, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)
+        return Stages(counts, joined_owners(names, [(calls, counts)]))
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
         """What the job's optimizer keeps of each parameter, and needs for its step."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.errors import EvenlyError
+from evenly.errors import EvenlyError, PathError
 from evenly.launcher.out_of_memory import is_out_of_memory
 from evenly.train.nonfinite import BuffersBefore
 
@@ -29,22 +29,29 @@ if TYPE_CHECKING:
 
 @contextmanager
 def keeping_state(run: Run, *, evaluating: bool = False) -> Generator[None]:
-    """Within, where there is no room to go on, the state as it began is saved if this rank has all of it.
+    """Within, where there is no room to go on, the state as it began is saved if this rank has all of it; where a
+    microbatch takes a path that stages cannot run, which all ranks learn together, they save it together.
 
     evaluating: whether it is being evaluated, which whoever goes on from it has to make up for.
     """
-    if run.out is None or not run.plan.is_replicated or (evaluating and not run.evaluates_later):
-        yield
-        return
-    # One device lets a forward change buffers as it likes; several know what changes them.
+    keeps = run.out is not None and run.plan.is_replicated and (not evaluating or run.evaluates_later)
     before = None
-    if run.plan.devices == 1:
+    if keeps and run.plan.devices == 1:  # which lets a forward change buffers; several know what changes them
         before = BuffersBefore(run.model) if run.open_step is None else run.open_step.buffers
     steps = run.steps_done
     try:
         yield
+    except PathError as problem:
+        if run.store is None or not run.state_is_whole or not run.steps_done:
+            raise
+        run.composed.drop_statistics()
+        run.open_step = None
+        run.save()
+        run.store.finish()
+        do = f"{problem.do}: the state after step {run.steps_done} is saved, and --resume goes on from it"
+        raise PathError(problem.asked, problem.found, do) from problem
     except Exception as problem:
-        if run.state_is_whole and run.steps_done and is_out_of_memory(problem):
+        if keeps and run.state_is_whole and run.steps_done and is_out_of_memory(problem):
             if run.steps_done == steps:
                 run.composed.drop_statistics()  # a recomputation may have changed buffers
                 if before is not None:

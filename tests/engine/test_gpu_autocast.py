@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import evenly
-from evenly.engine.find_stages import call_costs_of, stage_plan_of
+from evenly.engine.find_stages import calls_of_job, stage_plan_of
 from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, AsOnGpu
 from evenly.engine.precision import autocast_as_on, functions_as_on
 from evenly.hardware.cluster_text import parse_cluster
@@ -269,7 +269,8 @@ def test_stages_are_found_as_on_the_devices() -> None:
     model = StagedModel(Scores(), "cpu")
     plan = parse_plan("pipeline=2").fit(2).complete("bfloat16")
     on_cpu, on_gpu = (
-        sum(one.saved_bytes for one in call_costs_of(scores_job(), model, plan, device)) for device in ("cpu", "cuda")
+        sum(one.saved_bytes for one in calls_of_job(scores_job(), model, plan, device).costs)
+        for device in ("cpu", "cuda")
     )
     assert on_gpu > 1.15 * on_cpu
 

@@ -386,7 +386,7 @@ def calls_twice() -> None:
 
 
 def test_a_loss_that_calls_other_blocks_than_the_job_s_is_refused_under_pipeline(ranks: KeptRanks) -> None:
-    with pytest.raises(RankFailure, match=r"it calls blocks 8 times, and the job's, .* 4 times"):
+    with pytest.raises(RankFailure, match=r"it calls .* where the first microbatches called no block"):
         ranks.run(calls_twice, size=2)
 
 

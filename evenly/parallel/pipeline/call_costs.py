@@ -41,17 +41,20 @@ def merged_calls(
     """All of both, in order. places: of each block in the model's definition, which decides where the orders of calls
     do not.
     """
+    if not records:
+        return [*others]
     merged = [*records]
+    index = {one.call: number for number, one in enumerate(merged)}
     for number, record in enumerate(others):
-        known = [one.call for one in merged]
-        if record.call in known:
-            merged[known.index(record.call)].tensors |= record.tensors
+        if record.call in index:
+            merged[index[record.call]].tensors |= record.tensors
             continue
-        least = known.index(others[number - 1].call) + 1 if number else 0
-        at = next((known.index(one.call) for one in others[number:] if one.call in known), len(known))
-        while at > least and places[known[at - 1][0]] > places[record.call[0]]:
+        least = index[others[number - 1].call] + 1 if number else 0
+        at = next((index[one.call] for one in others[number:] if one.call in index), len(merged))
+        while at > least and places[merged[at - 1].call[0]] > places[record.call[0]]:
             at -= 1
         merged.insert(at, record)
+        index = {one.call: number for number, one in enumerate(merged)}
     return merged
 
 

@@ -13,6 +13,10 @@ from evenly.parallel.pipeline.example_tensor import ExampleTensor
 from evenly.parallel.pipeline.remote_tensor import DrawWatch, draw_as
 from evenly.torch_private import is_fake
 
+READS = frozenset(
+    ["item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "equal", "allclose"]
+)
+
 
 class Draws(TorchFunctionMode):
     """Within, what is drawn for fake tensors is drawn for real too, so that what comes after it is as in training.
@@ -21,12 +25,13 @@ class Draws(TorchFunctionMode):
     remote:    whether tensors of other stages were drawn for since the last block.
     mixed:     whether numbers for other tensors came after such a draw.
     by_chance: whether numbers were drawn that are not for tensors computed by the model, and may decide what it calls.
+    reads:     whether the code asked for numbers of a tensor, which may decide too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.between, self.remote, self.mixed, self.by_chance = True, False, False, False
-        self._noted = False
+        self.reads = self._noted = False
 
     def note(self) -> Literal[False]:
         """Called for a function of remote tensors that draws; False, since `Draws` draws itself."""
@@ -41,6 +46,7 @@ class Draws(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.between:
             return func(*args, **kwargs)
+        self.reads = self.reads or getattr(func, "__name__", "") in READS
         self._noted, state = False, torch.default_generator.get_state()
         with DrawWatch() as watch:
             results = func(*args, **kwargs)

@@ -82,6 +82,17 @@ class StageChannel:
             if tensor is not None:
                 self._send(packed(tensor.detach()), to, sent, number)
 
+    def nothing(self, stage: int, shape_key: Hashable, tensors: int) -> Payload:
+        """Inputs of `stage` without numbers of the job; of the shapes that it expects, if it does."""
+        metas = self._metas.get(("to", stage, shape_key)) or [TensorMeta.of(None)] * tensors
+        found: Payload = []
+        for one in metas:
+            found.append(None)
+            if one.shape is not None:
+                zeros = torch.zeros(packed_size(one.shape, one.strides), dtype=one.dtype, device=self.group.device)
+                found[-1] = laid_out(zeros, one.shape, one.strides).requires_grad_(one.requires_grad)
+        return found
+
     def expects(self, stage: int, shape_key: Hashable) -> bool:
         """Whether the metadata of the inputs of `stage` is known, so that receives can be posted early."""
         return shape_key is not None and ("from", stage, shape_key) in self._metas

@@ -10,7 +10,7 @@ A rank holds the parameters of its own stages; the others are hidden, and take n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from evenly.data.nest import has_tensor, map_tensors, tensors_by_path
-from evenly.errors import RunError
+from evenly.errors import PathError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.argument_containers import carried_over
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
@@ -98,7 +98,7 @@ class StageRun:
         self.entered = stage == 0
         self._calls = stage_plan.calls[training]
         self._stage_inputs = stage_plan.stage_inputs[training]
-        self._ends_early = bool(self._calls) and stage_plan.stage_of[self._calls[-1]] < stage_plan.stages - 1
+        self._ends_early = not self._calls or stage_plan.stage_of[self._calls[-1]] < stage_plan.stages - 1
         self._sent_sites = {
             site for inputs in self._stage_inputs[stage + 1 :] for site in inputs if site.call is not None
         }
@@ -190,6 +190,7 @@ class StageRun:
     def begin(self) -> None:
         """Called at the start of the model's forward; tensors that its hooks returned do not count."""
         self._sites.begin()
+        self._end_early()
 
     def note_results(self, function: str, results: Any, *, new: bool) -> Any:
         """Called after every torch function that the model's code calls."""
@@ -301,20 +302,20 @@ class StageRun:
                 where = f"block {call.block.name}" if call is not None else "the loss"
                 raise self.not_sent_error(f"{where} needs a tensor of an earlier stage (at {path})")
 
-    def not_sent_error(self, found: str) -> RunError:
+    def not_sent_error(self, found: str) -> PathError:
         """The error for a tensor that this microbatch needs and no stage has sent."""
-        return RunError(
+        return PathError(
             f"running stage {self.stage} of the model",
-            f"{found} that was not sent: the first microbatch did without it",
+            f"{found} that was not sent: the first microbatches did without it",
             OTHER_PLAN,
         )
 
-    def _unexpected_call(self, now: CallId) -> RunError:
+    def _unexpected_call(self, now: CallId) -> PathError:
         expected = self._calls[self._count][0] if self._count < len(self._calls) else "no block"
-        return RunError(
+        return PathError(
             f"running stage {self.stage} of the model",
-            f"it calls {now[0]} where the first microbatch called {expected}",
-            f"have the model run all blocks in one order for every microbatch (no layerdrop), or {OTHER_PLAN}",
+            f"it calls {now[0]} where the first microbatches called {expected}",
+            f"have them call what later ones do (put such samples into the first batch), or {OTHER_PLAN}",
         )
 
 
@@ -330,6 +331,7 @@ class StagedModel:
         self._stage_plan: StagePlan | None = None
         self.skipped = SkippedBlocks(self)
         self.needs = Needs()
+        self.by_path: dict[tuple[Hashable, ...], StagePlan] = {}  # of what was met in training
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
         self._own_views: dict[int, list[ViewedParameters]] = {}  # as `own_views`
         self.blocks = find_blocks(model)
@@ -453,7 +455,7 @@ class StagedModel:
         finally:
             self.running = None
         if run.stage < self.stage_plan.stages - 1:
-            raise RunError(
+            raise PathError(
                 f"running stage {run.stage} of the model",
                 "the model's code came to its end before the next stage began",
                 f"let it run all blocks, and not catch every exception, or {OTHER_PLAN}",
@@ -463,12 +465,9 @@ class StagedModel:
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that `stage` owns."""
-        local = {
-            id(p): p
-            for views, name, one in self._places
-            if stage in self.stage_plan.owners[one.name] and isinstance(p := views.local(name), nn.Parameter)
-        }
-        return [*local.values()]
+        owners = self.stage_plan.owners
+        local = [views.local(name) for views, name, one in self._places if stage in owners[one.name]]
+        return [*{id(one): one for one in local if isinstance(one, nn.Parameter)}.values()]
 
     def _begin(self, *_: Any) -> None:
         if self.running is not None:

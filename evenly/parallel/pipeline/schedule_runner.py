@@ -7,8 +7,8 @@ The order comes from `orders`. torch's stages are not used, since the microbatch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,15 +17,15 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from evenly.comm.groups import Group
-from evenly.errors import PlanError
+from evenly.errors import EvenlyError, PathError, PlanError
 from evenly.parallel.core.calls import several_stages_together
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.orders import Acknowledgements, acknowledgements, orders, receives_ahead
 from evenly.parallel.pipeline.result_forms import ResultForms
-from evenly.parallel.pipeline.stage_discovery import calls_of, stage_plan_for
-from evenly.parallel.pipeline.stages import CallId, StagePlan
+from evenly.parallel.pipeline.stage_discovery import stage_plan_for
+from evenly.parallel.pipeline.stages import StagePlan
 from evenly.plan.axes import PipelineAxis
 from evenly.plan.schedule import Action, ActionSpan, Kind, rank_of_stage
 
@@ -43,6 +43,10 @@ class MicrobatchWork(Protocol):
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
         """The job's loss of the microbatch; a scalar to differentiate, or None if there is nothing to."""
+
+    def stop(self, microbatch: int, problem: EvenlyError) -> bool:
+        """Records that the microbatch cannot be run; False if its pass cannot go on without it."""
+        ...
 
     def after_forward(self, outputs: Payload) -> None:
         """Called with what a stage's forward has returned: what the next stage receives, or the loss."""
@@ -74,6 +78,20 @@ def _span(action: Action, begin_s: float, clock: float, arrived_s: float | None)
     return ActionSpan(action.kind, action.stage, action.microbatch, begin_s, end_s, arrived)
 
 
+@contextmanager
+def types_kept(types: Callable[[], dict[str, torch.dtype]]) -> Generator[None]:
+    """Raises `PlanError` where what runs within changes one of `types`, by name of a parameter."""
+    before = types()
+    yield
+    after = types()
+    if changed := [name for name, kind in after.items() if before[name] != kind]:
+        raise PlanError(
+            "running a stage of the model by itself",
+            f"the forward makes {changed[0]} {after[changed[0]]}, which was {before[changed[0]]}",
+            "let the model's builder give parameters their types, or have the forward cast what it computes with",
+        )
+
+
 class ScheduleRunner:
     """Runs one rank's part of the pipeline.
 
@@ -99,12 +117,13 @@ class ScheduleRunner:
         self._schedule = axis.schedule, axis.size, axis.stages_per_rank  # of the pipeline
         self._ranks = rank_of_stage(*self._schedule)
         self._backward_context, self._split_backward = backward_context, split_backward
+        self._backwards: tuple[Kind, ...] = ("backward", "backward_weight" if split_backward else "backward_input")
         self._before_pass, self._output_transforms = before_pass, output_transforms
         self._channel = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._shape_keys: list[Hashable] = []  # of each microbatch
         self._stage_plans: list[StagePlan] = []  # of each microbatch
-        self._by_calls: dict[tuple[str, tuple[CallId, ...]], StagePlan] = {}
+        self._stopped_by: EvenlyError | None = None  # what this rank cannot run; it goes on with nothing to the end
         self._training, self._runs_backwards, self._is_last_backward = True, True, False
         self._reset()
 
@@ -126,15 +145,8 @@ class ScheduleRunner:
     def look(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches as in training, and drops it."""
         self._training = True
-        before = self._model.local_types()
-        self._run(self._forwards(microbatches), {}, microbatches, work, None)
-        after = self._model.local_types()
-        if changed := [name for name, kind in after.items() if before[name] != kind]:
-            raise PlanError(
-                "running a stage of the model by itself",
-                f"the forward makes {changed[0]} {after[changed[0]]}, which was {before[changed[0]]}",
-                "let the model's builder give parameters their types, or have the forward cast what it computes with",
-            )
+        with types_kept(self._model.local_types):
+            self._run(self._forwards(microbatches), {}, microbatches, work, None)
 
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches."""
@@ -163,13 +175,12 @@ class ScheduleRunner:
         work: MicrobatchWork,
         spans: list[ActionSpan] | None,
     ) -> None:
-        self._work = work
+        self._work, self._stopped_by = work, None
         self._stage_plans = [self._stage_plan_of(number) for number in range(microbatches)]
-        by_chance, vary = self._model.stage_plan.by_chance, self._model.stage_plan.shapes_vary
+        vary = self._model.stage_plan.shapes_vary
         kind = self._training, self._model.stage_plan.phase
         self._shape_keys = [
-            None if vary else (kind, work.shape_key(number), plan.calls[True] if by_chance else None)
-            for number, plan in enumerate(self._stage_plans)
+            None if vary else (kind, work.shape_key(number), id(plan)) for number, plan in enumerate(self._stage_plans)
         ]
         if self._before_pass is not None:
             self._before_pass()
@@ -195,15 +206,21 @@ class ScheduleRunner:
             self._reset()
 
     def _stage_plan_of(self, microbatch: int) -> StagePlan:
-        """The stage plan of a microbatch: every rank finds out by itself which blocks it leaves out by chance."""
-        if not (self._training and self._model.stage_plan.by_chance):
-            return self._model.stage_plan
-        compute = partial(self._work.run_code, microbatch)
-        calls = calls_of(self._model, compute)
-        key = self._model.stage_plan.phase, calls
-        if key not in self._by_calls:
-            self._by_calls[key] = stage_plan_for(self._model, calls, compute)
-        return self._by_calls[key]
+        """The stage plan of a microbatch: every rank finds out by itself which path it takes."""
+        training, first = self._training, self._model.stage_plan
+        if training not in first.paths_differ or self._stopped_by is not None:
+            return first
+        try:
+            return stage_plan_for(self._model, partial(self._work.run_code, microbatch), training=training)
+        except EvenlyError as problem:
+            self._stop(microbatch, problem)
+            return first
+
+    def _stop(self, microbatch: int, problem: EvenlyError) -> None:
+        """Computes nothing more in this pass: others wait for messages, and learn at its end that it has failed."""
+        if not self._work.stop(microbatch, problem):
+            raise problem
+        self._stopped_by = problem
 
     def _post_receives(self, coming: Sequence[Action]) -> None:
         """Begins the next receives, as far as their shapes are known."""
@@ -246,16 +263,25 @@ class ScheduleRunner:
             return found[0]
 
         found_forms = [] if self._sends_forms(stage, microbatch) else None
-        payload, _ = self._model.forward(
-            stage,
-            given,
-            compute,
-            training=self._training,
-            stage_plan=self._stage_plans[microbatch],
-            forms=self._forms.pop(at, None),
-            found_forms=found_forms,
-        )
-        if payload is not None:
+        payload = None
+        try:
+            if self._stopped_by is None:
+                payload, _ = self._model.forward(
+                    stage,
+                    given,
+                    compute,
+                    training=self._training,
+                    stage_plan=self._stage_plans[microbatch],
+                    forms=self._forms.pop(at, None),
+                    found_forms=found_forms,
+                )
+        except PathError as problem:
+            self._stop(microbatch, problem)
+        if self._stopped_by is not None:
+            expected = self._stage_plans[microbatch].stage_inputs[self._training][stage + 1 :]
+            shape_key, found[:] = self._shape_keys[microbatch], [None]
+            payload = self._channel.nothing(stage + 1, shape_key, len(expected[0])) if expected else None
+        elif payload is not None:
             for transform in self._output_transforms:
                 payload = transform(payload)
         outputs = found if payload is None else payload
@@ -289,11 +315,6 @@ class ScheduleRunner:
         )
 
     # ------------------------------------------------------------------------------------------------- backward
-    @property
-    def _backwards(self) -> tuple[Kind, ...]:
-        """The kinds of actions that compute gradients of parameters."""
-        return ("backward", "backward_weight") if self._split_backward else ("backward", "backward_input")
-
     def _recv_backward(self, at: Pass) -> float | None:
         self._begin_recv_gradients(at)
         incoming = self._incoming_gradients.pop(at)

@@ -9,9 +9,9 @@ from the last to the first: which tensors it has to receive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from evenly.data.generators import drawn_past_torch, position_past_torch
 from evenly.data.nest import tensors_in
-from evenly.errors import EvenlyError, PlanError, describe
+from evenly.errors import EvenlyError, PathError, PlanError, describe
 from evenly.model.fake import running_fake
 from evenly.parallel.core.attributes import attributes_restored
 from evenly.parallel.core.calls import BlockCall, BlockCalls
@@ -48,63 +48,80 @@ from evenly.parallel.pipeline.stage_checks import (
     check_rules_of_buffers,
     same_modules,
 )
-from evenly.parallel.pipeline.stages import (
-    BEGIN_CALL,
-    END_CALL,
-    CallCost,
-    CallId,
-    FoundCalls,
-    StagePlan,
-    stage_of_calls,
-)
+from evenly.parallel.pipeline.stages import BEGIN_CALL, END_CALL, CallId, FoundCalls, StagePlan, stage_of_calls
 from evenly.torch_private import memory_bytes, memory_key, operation_of
 
 MOST_NEEDS = 100  # that are found one by one
 MOST_FORWARDS = 24  # that are tried until each block was called
 
 
-def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
-    """The cost of each block call of one forward; compute: runs the job's loss. Raises `PlanError` where it cannot."""
-    return find_calls(model, compute).costs
+@dataclass(frozen=True, eq=False)
+class Code:
+    """The job's loss on one microbatch; kind: of its batch, without sizes and numbers; None where that is unknown."""
+
+    run: Callable[[], Any]
+    kind: Hashable = None
 
 
-def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
-    """The block calls of a forward, also those that the first leaves out by chance."""
+def find_calls(model: StagedModel, codes: Sequence[Code]) -> FoundCalls:
+    """The block calls of the forwards of `codes`, also those that all of them leave out by chance."""
     check_can_be_staged(model)
+    discovery = partial(_CallDiscovery, model)
     with same_modules(model.model):
-        found = _discover(model, partial(_CallDiscovery, model), compute)
-    if not found.call_costs:
+        runs = {0: _discover(model, discovery, codes[0].run)}
+    others = _other_paths(model, codes, reads=runs[0].random.reads)
+    runs |= {number: _discover(model, discovery, codes[number].run) for number in others}
+    paths = {number: tuple(record.call for record in run.call_costs) for number, run in runs.items()}
+    places = {block.name: number for number, block in enumerate(model.blocks)}
+    records: list[CallRecord] = []
+    between: dict[str, set[CallId]] = {}
+    by_chance, key = any(run.by_chance for run in runs.values()), 0
+    for run in runs.values():
+        run.add_between(between)
+        records = merged_calls(records, run.call_costs, places)
+    while by_chance and (missing := {*places} - {record.call[0] for record in records}):
+        if (key := key + 1) < MOST_FORWARDS:
+            run = _discover(model, discovery, codes[0].run, key=key)
+            run.add_between(between)
+            found = run.call_costs
+        else:  # no draw has called them, which may be called yet
+            like = records[len(records) // 2] if records else CallRecord(BEGIN_CALL)
+            left = [block for block in model.blocks if block.name in missing]
+            found = [replace(like, call=(one.name, 0), tensors=model.names_in(one.module)) for one in left]
+        records = merged_calls(records, found, places)
+    if not records:
         raise PlanError(
             "cutting the model into stages",
             "it has no repeated blocks that its forward calls",
             f"put its layers into a ModuleList or Sequential, or {OTHER_PLAN}",
         )
-    records, first = found.call_costs, tuple(record.call for record in found.call_costs)
-    between: dict[str, set[CallId]] = {}
-    found.add_between(between)
-    places = {block.name: number for number, block in enumerate(model.blocks)}
-    missing = {*places} - {call for call, _ in first}
-    for key in range(1, MOST_FORWARDS) if found.by_chance else ():
-        if not missing:
-            break
-        other = _discover(model, partial(_CallDiscovery, model), compute, key=key)
-        other.add_between(between)
-        records = merged_calls(records, other.call_costs, places)
-        missing -= {record.call[0] for record in records}
-    return FoundCalls([record.cost(model) for record in records], first, found.by_chance, between)
+    return FoundCalls([record.cost(model) for record in records], paths, by_chance, between)
+
+
+def _other_paths(model: StagedModel, codes: Sequence[Code], *, reads: bool) -> list[int]:
+    """The numbers of those that take other paths than the ones before; reads: whether numbers of a batch may decide."""
+    first = {code.kind: number for number, code in reversed([*enumerate(codes)])}
+    seen = [n for n, code in enumerate(codes) if reads or code.kind is None or first[code.kind] == n]
+    if len(seen) == 1:
+        return []
+    nothing = {True: ((),), False: ((),)}
+    through = frozenset((True, False) if has_hooks(block.module for block in model.blocks) else ())
+    model.set_stage_plan(StagePlan((0,), {True: (), False: ()}, {}, {}, nothing, runs_through=through))
+    by_path = {path_of(model, codes[number].run, key=0): number for number in reversed(seen)}
+    return sorted(by_path.values())[1:]
 
 
 def find_stage_plan(
     model: StagedModel,
     found: FoundCalls,
     counts: Sequence[int],
-    compute: Callable[[], Any],
-    evaluate: Callable[[], Any] | None,
+    codes: Sequence[Code],
+    evaluations: Sequence[Code],
     *,
     owners: Mapping[str, tuple[int, ...]],
     phase: str = "",
 ) -> StagePlan:
-    """The stage plan with `counts` block calls per stage; compute, evaluate: run the loss in training, evaluation.
+    """The stage plan with `counts` block calls per stage; codes, evaluations: the loss in training, evaluation.
 
     owners, phase: as in `StagePlan`. Raises `PlanError` where a stage cannot run by itself.
     """
@@ -113,27 +130,40 @@ def find_stage_plan(
     nothing = tuple(() for _ in counts)
     stage_plan = StagePlan(
         counts=tuple(counts),
-        calls={True: found.first, False: ()},
+        calls={True: found.paths[0], False: ()},
         stage_of=stage_of,
         owners=owners,
         stage_inputs={True: nothing, False: nothing},
         mixed_draws=frozenset({True} if found.by_chance else ()),
-        by_chance=found.by_chance,
+        paths_differ=frozenset({True} if found.differ else ()),
         runs_through=frozenset((True, False) if has_hooks(block.module for block in model.blocks) else ()),
         phase=phase,
     )
-    stage_plan = _with_stage_inputs(model, stage_plan, compute, training=True)
-    if evaluate is None:
+    stage_plan = _with_paths(model, stage_plan, found, codes, training=True)
+    if not evaluations:
         return stage_plan
-    calls = tuple(call_cost.call for call_cost in find_call_costs(model, evaluate))
-    if any(call not in stage_of for call in calls):
+    found = find_calls(model, evaluations)
+    if any(call not in stage_of for calls in found.paths.values() for call in calls):
         raise PlanError(
             RUNNING_STAGE,
             "an evaluation calls blocks that training does not: the model leaves some out by chance (layerdrop)",
             OTHER_PLAN,
         )
-    stage_plan = replace(stage_plan, calls={**stage_plan.calls, False: calls})
-    return _with_stage_inputs(model, stage_plan, evaluate, training=False)
+    return _with_paths(model, stage_plan, found, evaluations, training=False)
+
+
+def _with_paths(
+    model: StagedModel, stage_plan: StagePlan, found: FoundCalls, codes: Sequence[Code], *, training: bool
+) -> StagePlan:
+    """`stage_plan` with the inputs of each stage; of the first path, where others need others."""
+    differ = len({*found.paths.values()}) > 1
+    first: StagePlan | None = None
+    for number, calls in reversed([*found.paths.items()]):
+        stage_plan = replace(stage_plan, calls={**stage_plan.calls, training: calls})
+        stage_plan = _with_stage_inputs(model, stage_plan, codes[number].run, training=training)
+        differ = differ or (first is not None and first.stage_inputs != stage_plan.stage_inputs)
+        first = stage_plan
+    return replace(stage_plan, paths_differ=stage_plan.paths_differ | ({training} if differ else set()))
 
 
 def _with_stage_inputs(
@@ -165,7 +195,7 @@ def _with_stage_inputs(
         vary = stage_plan.shapes_vary or run.shaped > 0
         stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed, shapes_vary=vary)
         stage_plan = replace(stage_plan, written=frozenset(model.needs.written), early=frozenset(model.needs.early))
-        if stage_plan.by_chance and stage_plan.early:
+        if training in stage_plan.paths_differ and stage_plan.early:
             raise PlanError(RUNNING_STAGE, "numbers of another stage may decide which blocks are called", OTHER_PLAN)
     return stage_plan
 
@@ -196,22 +226,32 @@ def _discover(
     raise first or AssertionError
 
 
-def calls_of(model: StagedModel, compute: Callable[[], Any]) -> tuple[CallId, ...]:
-    """The calls that `compute` makes, which draws its random numbers itself; no block is run."""
-    run = _CallOrder(model)
+Path = tuple[tuple[CallId, ...], Hashable]  # the calls of a forward, and what else its code does between them
+
+
+def path_of(model: StagedModel, compute: Callable[[], Any], *, training: bool = True, key: int | None = None) -> Path:
+    """The path that `compute` takes through the model's code; no block is run. key: as of `_run`."""
+    run = _CallOrder(model, training=training)
     try:
-        _run(model, run, compute, key=None)
+        _run(model, run, compute, key=key)
     except EvenlyError:
         pass  # behind the last block it may need numbers
-    return tuple(run.found)
+    return tuple(run.found), tuple(run.uses)
 
 
-def stage_plan_for(model: StagedModel, calls: tuple[CallId, ...], compute: Callable[[], Any]) -> StagePlan:
-    """The model's stage plan for a microbatch in training that makes these calls; compute: as of `calls_of`."""
+def stage_plan_for(model: StagedModel, compute: Callable[[], Any], *, training: bool) -> StagePlan:
+    """The model's stage plan for a microbatch, by the path that it takes."""
     before = model.stage_plan
+    calls, uses = path_of(model, compute, training=training)
+    key = before.phase, training, calls, uses
+    if key in model.by_path:
+        return model.by_path[key]
+    if unknown := [call[0] for call in calls if call not in before.stage_of]:
+        raise PathError(RUNNING_STAGE, f"it calls {unknown[0]}, and the first microbatches did not", OTHER_PLAN)
     try:
-        plan = replace(before, calls={**before.calls, True: calls})
-        return _with_stage_inputs(model, plan, compute, training=True, key=None)
+        plan = replace(before, calls={**before.calls, training: calls})
+        plan = model.by_path[key] = _with_stage_inputs(model, plan, compute, training=training, key=None)
+        return plan
     finally:
         model.set_stage_plan(before)
 
@@ -314,7 +354,9 @@ class _CallDiscovery:
     def add_between(self, between: dict[str, set[CallId]]) -> None:
         """Adds what this run has used outside of blocks to `between`, as in `FoundCalls`."""
         modules = {block.name: block.module for block in self._model.blocks}
-        begin = self._before_first.tensors - self._model.names_in(modules[self.call_costs[0].call[0]])
+        begin = {*self._before_first.tensors}
+        if self.call_costs:
+            begin -= self._model.names_in(modules[self.call_costs[0].call[0]])
         for name in begin:
             between.setdefault(name, set()).add(BEGIN_CALL)
         for record in self.call_costs:
@@ -383,16 +425,23 @@ class _CallDiscovery:
 
 
 class _CallOrder(StageRun):
-    """A run that skips every block, and finds out which are called."""
+    """A run that skips every block, and finds out which are called, and what the code between them uses."""
 
-    def __init__(self, model: StagedModel) -> None:
-        super().__init__(model, stage=0, inbox=[], training=True)
-        self.stack, self.random, self.entered = ExitStack(), Draws(), False
+    def __init__(self, model: StagedModel, *, training: bool) -> None:
+        super().__init__(model, stage=0, inbox=[], training=training)
+        self.stack, self.random, self.entered, self._ends_early = ExitStack(), Draws(), False, False
         self.found: list[CallId] = []
+        self.uses: list[tuple[int | str, ...]] = []  # of each function of remote tensors: calls before, parameters
 
     def draws(self) -> bool:
         """Notes that a function draws for remote tensors."""
         return self.random.note()
+
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Notes a function between blocks."""
+        if self.random.between:
+            places = [self._remote_places[id(one)] for one in tensors if id(one) in self._remote_places]
+            self.uses.append((len(self.found), *(stage_tensor.name for _, _, stage_tensor in places)))
 
     def call(self, call: BlockCall) -> Any:
         """Skips the block."""

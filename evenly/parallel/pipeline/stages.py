@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 CallId = tuple[str, int]  # name of a block, and how many times the microbatch called it before
 BEGIN = ""  # instead of a block's name: the model's forward itself
@@ -68,7 +68,8 @@ class StagePlan:
     stage_inputs: training or evaluation -> per stage, what it receives from the stage before.
     mixed_draws:  training or evaluation, where random numbers for tensors of other stages come before others between
                   the same two blocks: every stage then draws both.
-    by_chance:    whether random numbers may decide which blocks a forward in training calls.
+    paths_differ: training or evaluation, where microbatches take several paths through the code, by random numbers or
+                  by their own: each is looked at before it runs.
     runs_through: training or evaluation, where blocks have hooks, or leave behind what they do not return: the code of
                   skipped ones runs on remote tensors every time.
     shapes_vary:  whether shapes in the model follow from numbers of the batch, and not from its shapes alone.
@@ -83,7 +84,7 @@ class StagePlan:
     owners: Mapping[str, tuple[int, ...]]
     stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
     mixed_draws: frozenset[bool] = frozenset()
-    by_chance: bool = False
+    paths_differ: frozenset[bool] = frozenset()
     runs_through: frozenset[bool] = frozenset()
     shapes_vary: bool = False
     written: frozenset[TensorSite] = frozenset()
@@ -118,56 +119,58 @@ def stage_of_calls(calls: Sequence[CallId], counts: Sequence[int]) -> dict[CallI
     return dict(zip(calls, stages, strict=True))
 
 
-def owners_of(
-    names: Sequence[str], call_costs: Sequence[CallCost], stage_of: Mapping[CallId, int]
-) -> dict[str, tuple[int, ...]]:
-    """The stages that use each of `names`; stage 0 where none does."""
-    found: dict[str, set[int]] = {name: set() for name in names}
-    for call_cost in call_costs:
-        for name in call_cost.tensors:
-            found[name].add(stage_of[call_cost.call])
-    return {name: tuple(sorted(stages or {0})) for name, stages in found.items()}
-
-
 BEGIN_CALL, END_CALL = ("", 0), ("", 1)  # what no block comes before, or after
 
 
 @dataclass(frozen=True)
 class FoundCalls:
-    """The block calls of a forward.
+    """The block calls of forwards.
 
-    costs:     of every call that a forward may make, in order. first: the calls of one forward.
+    costs:     of every call that a forward may make, in order.
+    paths:     by the number of the first microbatch that takes it, the calls of each path through the code.
     by_chance: whether random numbers that the code draws between blocks may decide which are called.
     between:   by name, the calls after which a parameter is used outside of blocks; "" for the begin and the end.
     """
 
     costs: list[CallCost]
-    first: tuple[CallId, ...]
+    paths: Mapping[int, tuple[CallId, ...]]
     by_chance: bool
     between: Mapping[str, Collection[CallId]]
 
-    def owners(self, names: Sequence[str], stage_of: Mapping[CallId, int]) -> dict[str, tuple[int, ...]]:
-        """The stages that may use each of `names`: of what lies between blocks also earlier ones, where all blocks from
-        their own to there are left out by chance. The begin is always of the first stage, the end of the last.
+    @property
+    def differ(self) -> bool:
+        """Whether microbatches may call other blocks than each other."""
+        return self.by_chance or len({*self.paths.values()}) > 1
+
+    def owners(self, stage_of: Mapping[CallId, int]) -> dict[str, set[int]]:
+        """The stages that may use each tensor: of what lies between blocks also earlier ones, where a path leaves out
+        all blocks from their own to there. The end is of the last stage, and so is all of a path that calls no block.
         """
-        owners = owners_of(names, self.costs, stage_of)
-        ends = {BEGIN_CALL: {0}, END_CALL: {max(stage_of.values())}}
-        for name, calls in self.between.items() if self.by_chance else ():
-            stages = [ends.get(call) or range(stage_of[call] + 1) for call in calls]
-            owners[name] = tuple(sorted({*owners[name], *chain.from_iterable(stages)}))
+        owners: dict[str, set[int]] = {}
+        for call_cost in self.costs:
+            for name in call_cost.tensors:
+                owners.setdefault(name, set()).add(stage_of[call_cost.call])
+        last = max(stage_of.values())
+        empty = self.by_chance or () in self.paths.values()
+        ends = {BEGIN_CALL: {0, last} if empty else {0}, END_CALL: {last}}
+        for name, calls in self.between.items() if self.differ else ():
+            for call in calls:
+                owners.setdefault(name, set()).update(ends.get(call) or range(stage_of[call] + 1))
         return owners
 
 
 def joined_owners(
     names: Sequence[str], phases: Sequence[tuple[FoundCalls, Sequence[int]]]
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that may use each of `names` in any of `phases`; stage 0 where none does.
+    """The stages that may use each of `names` in any of `phases`; where none does, the last one that uses the name
+    before: a head that only later paths use lies behind the blocks.
 
     phases: the calls of each, and how many of them each stage has.
     """
-    found: dict[str, set[int]] = {name: set() for name in names}
-    for calls, counts in phases:
-        owners = calls.owners(names, stage_of_calls([one.call for one in calls.costs], counts))
-        for name in {*calls.between}.union(*(one.tensors for one in calls.costs)):
-            found[name] |= {*owners[name]}
-    return {name: tuple(sorted(stages or {0})) for name, stages in found.items()}
+    owners = [calls.owners(stage_of_calls([one.call for one in calls.costs], counts)) for calls, counts in phases]
+    found: dict[str, tuple[int, ...]] = {}
+    before = 0
+    for name in names:
+        found[name] = tuple(sorted(set().union(*(one.get(name, ()) for one in owners)) or {before}))
+        before = found[name][-1]
+    return found
