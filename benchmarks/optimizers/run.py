@@ -47,6 +47,8 @@ def judged(subject: str, column: str, ranks: KeptRanks, expected: Any) -> dict[s
                 refused = kind == "refused" and last == HALF
                 return row | {"status": "refused" if refused else kind, "step": done, "why": why}
             losses += some
+    if expected is None:
+        return row | {"status": "not compared"}
     return row | _difference(losses, parameters, *expected)
 
 
@@ -68,10 +70,9 @@ def campaign(out: Path, libraries: list[str], columns: list[str], only: str) -> 
             continue
         try:
             expected = ranks.run(plain, subject, size=1, limit_s=LIMIT_S)[0]
-        except RankFailure as problem:
-            rows = [
-                {"subject": subject, "plan": one, "status": "no plain loop", "why": last_line(problem)} for one in due
-            ]
+        except RankFailure as problem:  # there is nothing to compare with
+            ranks.close()
+            rows = [judged(subject, one, ranks, None) | {"plain": last_line(problem)} for one in due]
         else:
             rows = [judged(subject, column, ranks, expected) for column in due]
         with out.open("a") as file:
@@ -88,7 +89,7 @@ def last_line(problem: BaseException) -> str:
 
 def page(rows: list[dict[str, Any]]) -> str:
     """Return the table, as a page of the design."""
-    counts = Counter(row["status"] for row in rows if row["status"] != "no plain loop")
+    counts = Counter(row["status"] for row in rows)
     by_subject: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_subject.setdefault(row["subject"], {})[row["plan"]] = row
@@ -97,19 +98,20 @@ def page(rows: list[dict[str, Any]]) -> str:
     unfit: list[str] = []
     reasons: dict[str, set[str]] = {}
     for subject, found in by_subject.items():
-        first = next(iter(found.values()))
-        if first["status"] == "no plain loop":
-            unfit.append(f"- `{subject}`: {first['why'][:160]}")
-            continue
+        if plain_error := next(iter(found.values())).get("plain"):
+            unfit.append(f"- `{subject}`: {plain_error[:160]}")
         cells = [found.get(column, {"status": "-"})["status"] for column in COLUMNS]
         lines.append(f"| `{subject}` | " + " | ".join(cells) + " |")
         for one in found.values():
             if one["status"] == "refused" and "pipeline" not in one["plan"]:
-                reasons.setdefault(one["why"][:200], set()).add(subject)
+                why = " ".join(one["why"].split("\n  to do:")[0].split())
+                reasons.setdefault(why[:240], set()).add(subject)
     refused = [f"- {', '.join(f'`{s}`' for s in sorted(who))}: {why}" for why, who in sorted(reasons.items())]
-    figures = ", ".join(f"{counts[status]} {status}" for status in ("equal", "refused", "different", "error", "raw"))
+    figures = ", ".join(
+        f"{counts[status]} {status}" for status in ("equal", "refused", "not compared", "different", "error", "raw")
+    )
     return text.format(
-        count=len(by_subject) - len(unfit), figures=figures, table="\n".join(lines),
+        count=len(by_subject), figures=figures, table="\n".join(lines),
         refused="\n".join(refused) or "None.", unfit="\n".join(unfit) or "None.",
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ has no form here is refused by the name of its place.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -61,6 +61,9 @@ def encode(value: object, where: str) -> Any:
         return _encode_items(cast("list[object]", value), where)
     if type(value) is tuple or kind == "torch.Size":
         return {KIND: "tuple", "items": _encode_items(cast("tuple[object, ...]", value), where)}
+    if type(value) is deque:
+        items = _encode_items([*cast("deque[object]", value)], where)
+        return {KIND: "deque", "items": items, "longest": cast("deque[object]", value).maxlen}
     if type(value) in (dict, Counter):
         return _encode_dict(cast("dict[object, object]", value), where)
     raise UserError(
@@ -112,6 +115,8 @@ def _decode_kind(fields: dict[str, Any]) -> Any:
                 return getattr(torch, fields["name"])
             case "tuple":
                 return tuple(decode(item) for item in fields["items"])
+            case "deque":
+                return deque((decode(item) for item in fields["items"]), fields["longest"])
             case "dict":
                 return {decode(key): decode(item) for key, item in fields["items"]}
             case "counter":

@@ -12,7 +12,8 @@ Nothing here runs a step: the state of an optimizer that has not stepped is empt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -96,9 +97,14 @@ def _named(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
         return {key: _named(one, _path_of(prefix, key), tensors) for key, one in items}
-    if type(value) in (list, tuple):
-        return type(value)(_named(one, f"{prefix}{place}/", tensors) for place, one in enumerate(value))
+    if type(value) in (list, tuple, deque):
+        return _like(value, (_named(one, f"{prefix}{place}/", tensors) for place, one in enumerate(value)))
     return value
+
+
+def _like(value: Any, items: Iterable[Any]) -> Any:
+    """Return a list, tuple or deque like `value` of `items`."""
+    return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
 
 
 def _path_of(prefix: str, key: object) -> str:
@@ -113,7 +119,7 @@ def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value.name]
     if isinstance(value, dict):
         return {key: _filled(one, tensors) for key, one in cast("dict[Any, Any]", value).items()}
-    return type(value)(_filled(one, tensors) for one in value) if type(value) in (list, tuple) else value
+    return _like(value, (_filled(one, tensors) for one in value)) if type(value) in (list, tuple, deque) else value
 
 
 class SplitAdapter(Protocol):

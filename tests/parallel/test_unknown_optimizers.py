@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,27 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups, self.slow, self.done = self.base.param_groups, [*state["slow"]], state["done"]
 
 
+class Views(torch.optim.Optimizer):
+    """Keeps tensors of many forms: views, strides, overlapping and expanded ones, of other types, in a queue."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"scale": torch.tensor([0.5, 0.25])})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, flat = self.state[p], p.grad.flatten()
+                old = list(state.get("queue", ()))
+                state["queue"] = deque([*old, p.grad.clone()], maxlen=2)
+                state["expanded"] = flat[:1].clone().expand(3)
+                state["overlapping"] = torch.cat([flat, flat]).as_strided((flat.numel(), 2), (1, 1))
+                state["turned"], state["none"] = torch.stack([flat, flat]).T, p.new_empty(0, 3)
+                state["bits"], state["low"] = flat > 0, flat.bfloat16()[::2]
+                past = sum(float(one.sum()) for one in old) + float(state["overlapping"].sum() + state["low"].sum())
+                p.sub_(p.grad * group["scale"][0] * 0.1 + 1e-4 * past)
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps where no checkpoint sees it, or keeps what none can hold."""
 
@@ -122,7 +144,7 @@ class Failing(Counting):
         closure()
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Flattening, Stacked, Late, Wrapper)}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Flattening, Stacked, Late, Wrapper, Views)}
 
 
 def net() -> nn.Module:
