@@ -87,7 +87,6 @@ VARIABLES: dict[str, str] = {
     "MASTER_PORT": "the port there; one that follows from the launcher's job where nothing is set",
     "GLOO_SOCKET_IFNAME": "the network interface that gloo uses; found from the route where nothing is set",
     "NCCL_SOCKET_IFNAME": "the network interface that NCCL uses; likewise",
-    "XDG_CACHE_HOME": "where results that take long to find are kept, in a folder `evenly`; `~/.cache` where unset",
     "CXX": "the C++ compiler for `compile=blocks` on a CPU; `g++` where nothing is set",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "how many kernels oneDNN keeps; chosen by evenly where nothing is set",
     "DNNL_PRIMITIVE_CACHE_CAPACITY": "the older name of the same",

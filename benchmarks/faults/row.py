@@ -109,8 +109,7 @@ class Bench:
     @property
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        cache = str(self.folder / "cache")
-        own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "XDG_CACHE_HOME": cache}
+        own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         return {**os.environ, **own, "EVENLY_SECRET": "words of the campaign"}
 
     @property

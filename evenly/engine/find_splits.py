@@ -16,8 +16,6 @@ from evenly.engine.build import build_model
 from evenly.engine.precision import place_batch
 from evenly.errors import PlanError, UserError
 from evenly.job import Job, Precision
-from evenly.launcher.environment import cache_folder
-from evenly.parallel.tensor.derivation_cache import cached, key_of
 from evenly.parallel.tensor.splits import Derivation, ParameterSplit, Selection, SplitGroup, derive, select
 from evenly.parallel.tensor.trace import trace
 from evenly.plan import Plan, PlanSpec, with_microbatch
@@ -42,8 +40,7 @@ def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivatio
     """What can be split in `model`, found by tracing the job's loss on its first microbatch."""
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
     batch = place_batch(next(Loader(job).read(iter([share]))).batch, precision, "cpu")
-    key = key_of(model, job.traced_loss, batch)
-    return cached(cache_folder() / "splits", key, lambda: derive(trace(model, job.traced_loss, batch)))
+    return derive(trace(model, job.traced_loss, batch))
 
 
 def choose_splits(plan: Plan, derivation: Derivation) -> Selection:

@@ -463,11 +463,6 @@ def record_file(rank: int) -> Path | None:
     return Path(folder) / f"{rank}.record" if folder else None
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenly"
-
-
 def import_quiet_torch() -> None:
     """Imports torch so that it does not warn, with stacks, of a store that is gone, unless the user asks for that.
 
