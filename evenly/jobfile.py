@@ -17,6 +17,7 @@ from evenly.errors import EvenlyError, UserError, describe
 from evenly.job import Job
 
 T = TypeVar("T")
+Loop = Callable[[Any], object]
 
 # What others call the fields of a `Job`.
 ELSEWHERE = {
@@ -57,6 +58,13 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
             f"job() of {path} must return an evenly.Job", f"it returned a {type(job).__name__}", "return the Job"
         )
     return job
+
+
+def loop_of(path: Path) -> Loop | None:
+    """Return the function `loop` that the job file at `path` defines, once its job is loaded; None if there is none."""
+    name = _module_name(path)
+    found: Any = getattr(sys.modules.get(name), "loop", None)
+    return found if callable(found) and getattr(found, "__module__", "") == name else None
 
 
 def read_with(path: Path, read: Callable[[], T]) -> T:
@@ -201,9 +209,12 @@ def _made_job(path: Path, job: Job, **settings: Any) -> Job:
     return job
 
 
+def _module_name(path: Path) -> str:
+    return f"evenly_job_{path.stem}"  # never the name of a library, however the file is called
+
+
 def _find_function(path: Path) -> Callable[..., Any]:
-    path = path.resolve()
-    name = f"evenly_job_{path.stem}"  # never the name of a library, however the file is called
+    path, name = path.resolve(), _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)

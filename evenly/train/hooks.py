@@ -33,6 +33,10 @@ class Hooks:
         self._hooks = {event: hooks_of(job, event) for event in HOOKS}
         self.running: list[str] = []
 
+    def append(self, event: str, hook: Hook) -> None:
+        """Has `hook` called after those of the job, on every rank."""
+        self._hooks[event].append(hook)
+
     def call(self, run: Run, event: str, found: object) -> None:
         """Calls the hooks of `event` with `run` and `found`; a collective where there are any.
 

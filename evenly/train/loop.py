@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.job import Job
-from evenly.jobfile import load_job, with_defaults
+from evenly.jobfile import Loop, load_job, loop_of, with_defaults
 from evenly.launcher.environment import is_in_notebook, without_ranks
 from evenly.observe.progress import Watcher, describe_evaluation, make_watcher
 from evenly.train.interrupt import Interrupt
@@ -66,7 +66,7 @@ def run_job_file(
         send_stdout_to_stderr()
     try:
         job = load_job_on_rank(path, settings)
-        return run_job(job, replace(options, settings=with_defaults(path, settings)), place)
+        return run_job(job, replace(options, settings=with_defaults(path, settings)), place, loop_of(path))
     except SystemExit as ended:
         raise left_early(ended) from ended
 
@@ -77,12 +77,12 @@ def load_job_on_rank(path: Path, settings: dict[str, Any]) -> Job:
         return load_job(path, settings)
 
 
-def run_job(job: Job, options: RunOptions, place: ProcessInfo | None = None) -> Summary:
-    """Trains `job` on this rank, as `start_with_options`; every rank of the world calls it."""
+def run_job(job: Job, options: RunOptions, place: ProcessInfo | None = None, loop: Loop | None = None) -> Summary:
+    """Trains `job` on this rank, in its own `loop` if any; every rank of the world calls it."""
     from evenly.train.run import start_with_options
 
     with start_with_options(job, options, place=place) as run:
-        return train(run, quiet=options.quiet)
+        return train(run, quiet=options.quiet, loop=loop)
 
 
 def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
@@ -95,10 +95,23 @@ def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
     return Interrupt.was_asked
 
 
-def train(run: Run, *, quiet: bool = False) -> Summary:
-    """Trains `run` to its end, or until a stop is requested; quiet: shows nothing on the way."""
-    progress, run.evaluates_later = _Progress(run, quiet=quiet), True
+def run_loop(loop: Loop, run: Any) -> None:
+    """Has the job's own `loop` train `run`; what it draws follows from the job's seed, the same on all ranks."""
+    from evenly.data.generators import seeded
+    from evenly.data.stream import stream_key
+
+    with seeded(stream_key(run.job.seed, "loop"), run.world.device):
+        loop(run)
+
+
+def train(run: Run, *, quiet: bool = False, loop: Loop | None = None) -> Summary:
+    """Trains `run` to its end, or until a stop is requested, by `loop` if any; quiet: shows nothing on the way."""
+    progress, run.evaluates_later = _Progress(run, quiet=quiet), loop is None
     try:
+        if loop is not None:  # evaluates and saves when it wants to
+            run.hooks.append("on_step", lambda _, report: progress.add(report))
+            run_loop(loop, run)
+            return progress.summary()
         if run.evaluation_due:
             progress.run_due_actions()
         for batch in run.batches():

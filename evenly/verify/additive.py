@@ -5,8 +5,9 @@ from __future__ import annotations
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.job import Job
-from evenly.verify.reference import build_model, run_forward
+from evenly.verify.reference import build_model
 from evenly.verify.reference_data import batches, collated
+from evenly.verify.reference_forward import run_forward
 
 
 def loss_not_additive(job: Job) -> str:

@@ -18,8 +18,9 @@ from evenly.data.loader import microbatches_of_step
 from evenly.data.nest import tensors_by_path
 from evenly.data.stream import stream_key
 from evenly.job import Job
-from evenly.verify.reference import build_model, run_forward
+from evenly.verify.reference import build_model
 from evenly.verify.reference_data import batches, read_microbatch
+from evenly.verify.reference_forward import run_forward
 
 
 def find_hidden_state(job: Job) -> str:

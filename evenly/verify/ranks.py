@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +18,13 @@ from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
 from evenly.data.alone import alone
 from evenly.errors import EvenlyError, JobWarning, PlanError, describe
-from evenly.job import Job, Precision
+from evenly.job import HOOKS, Job, Precision, hooks_of
+from evenly.jobfile import Loop, loop_of
 from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name, without_subclasses
-from evenly.train.loop import load_job_on_rank
+from evenly.train.loop import load_job_on_rank, run_loop
+from evenly.train.reports import StepReport
 from evenly.train.run import Run, start
 from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison
@@ -29,7 +32,16 @@ from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.reference import ReferenceStep, evaluates, named_groups, rate_of, reference_steps
+from evenly.verify.reference import (
+    OwnCodeError,
+    ReferenceRun,
+    ReferenceStep,
+    evaluates,
+    named_groups,
+    rate_of,
+    reference_steps,
+    saves,
+)
 from evenly.verify.shorten import shortened, shortened_in_words
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, say_shortened
 from evenly.verify.trajectory import (
@@ -40,6 +52,8 @@ from evenly.verify.trajectory import (
     read_rounding,
     trajectory_folder,
 )
+
+LEFT_OUT = "left out"  # a file in the folder of a reference that had to leave out hooks and loop
 
 
 @alone()
@@ -65,21 +79,36 @@ def write_references(
         job = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
-    short = shortened(job, steps)
+    short, left_out = shortened(job, steps), ""
     if kind == "none":
         say_shortened(folder, shortened_in_words(short))
 
     def train() -> str:
-        keep_reference(short, steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
+        nonlocal left_out
+        keep = partial(keep_reference, kind=kind, draw=draw, device=device)
+        try:
+            keep(short, steps, trajectory_folder(folder, kind, draw), loop=loop_of(path))
+        except OwnCodeError as problem:  # again, without what a plain loop cannot run
+            left_out = f"not verified, and left out: the job's hooks and loop ({problem.asked}: {problem.found})"
+            (folder / LEFT_OUT).touch()
+            again = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
+            keep(without_hooks(shortened(again, steps)), steps, trajectory_folder(folder, kind, draw))
         return ""
 
+    found = FoundInJob()
     if kind == "none":
         train()  # without it there is nothing to compare with
         looks = {"broken_rule": partial(broken_data_rule, job), "note": partial(loss_not_additive, job)}
     else:
-        looks = {"rounding": train} | ({"hidden_state": partial(find_hidden_state, job)} if draw == 1 else {})
+        found = _all_found({"rounding": train})
+        looks = {"hidden_state": partial(find_hidden_state, job)} if draw == 1 else {}
     with default_type(dtype):
-        return _all_found(looks)
+        return FoundInJob(unseen=left_out) | found | _all_found(looks)
+
+
+def without_hooks(job: Job) -> Job:
+    """`job` without its hooks."""
+    return replace(job, on_step=(), on_evaluation=(), on_save=())
 
 
 # By field of `FoundInJob`, or "rounding": the subject of the check.
@@ -116,11 +145,22 @@ def default_type(precision: Precision) -> Generator[None]:
 
 @alone()
 def keep_reference(
-    job: Job, steps: int, folder: Path, kind: Disturbance = "none", draw: int = 1, *, device: str = "cpu"
+    job: Job,
+    steps: int,
+    folder: Path,
+    kind: Disturbance = "none",
+    draw: int = 1,
+    *,
+    device: str = "cpu",
+    loop: Loop | None = None,
 ) -> None:
-    """Trains `job` in the plain loop, with a `draw` of `kind` of rounding added; saves its trajectory in `folder`."""
+    """Trains `job` in the plain loop, with a `draw` of `kind` of rounding added; saves its trajectory in `folder`.
+
+    loop: of the job's own, in place of the plain one. Raises `OwnCodeError` for errors of its hooks or its loop.
+    """
     trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind, draw)
-    for record in _reference_steps(job, steps, device, disturber):
+
+    def keep(record: ReferenceStep) -> None:
         trajectory.add_tensors(record.step, record.tensors, record.state)
         scalars.add(
             record.step,
@@ -131,12 +171,21 @@ def keep_reference(
             groups=record.groups,
             figures=named_figures(record.metrics, record.evaluation),
         )
-    trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
 
-
-def _reference_steps(job: Job, steps: int, device: str, disturber: Disturber) -> Iterator[ReferenceStep]:
+    around = disturber.around_microbatch
     with default_type(job.precision):
-        yield from reference_steps(job, steps, device=device, around=disturber.around_microbatch)
+        if loop is not None:
+            try:
+                run_loop(loop, ReferenceRun(job, steps, device, around, keep))
+                scalars.losses[0]
+            except EvenlyError:
+                raise
+            except Exception as problem:  # without a step too
+                raise OwnCodeError("loop(run) in a plain loop", describe(problem)) from problem
+        else:
+            for record in reference_steps(job, steps, device=device, around=around):
+                keep(record)
+    trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
 
 
 def measure_again(job: Job, steps: int, folder: Path, kind: Disturbance) -> None:
@@ -162,7 +211,9 @@ def compare_file(
 ) -> RankComparison:
     """Runs a part of the job of file `path` on this rank and compares it with the trajectory in `folder`."""
     job = shortened(replace(load_job_on_rank(path, settings), precision=dtype), steps)
-    return compare_steps(job, part, steps, folder, kind)
+    if (folder / LEFT_OUT).exists():
+        return compare_steps(without_hooks(job), part, steps, folder, kind)
+    return compare_steps(job, part, steps, folder, kind, loop_of(path))
 
 
 def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:
@@ -170,37 +221,56 @@ def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path, kind: 
     return compare_steps(job, PlanSteps(plan, 0, steps), steps, folder, kind)  # type: ignore[arg-type]
 
 
-def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:
+def compare_steps(
+    job: Job, part: PlanSteps, steps: int, folder: Path, kind: Disturbance = "sums", loop: Loop | None = None
+) -> RankComparison:
     """Runs a part of `job` on this rank and compares every step with the trajectory `folder`/reference.
 
-    kind: of rounding that its plan may add. With exact=bitwise the engine's own run on one device is saved as
-    `folder`/single, and the bits of later plans are compared with it.
+    kind: of rounding that its plan may add. loop: of the job's own. With exact=bitwise the engine's own run on one
+    device is saved as `folder`/single, and the bits of later plans are compared with it.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     scalars, rounding = expected.scalars(), read_rounding(folder / f"rounding-{kind}.json")
-    job = replace(job, steps=max(job.steps, steps), on_step=(), on_evaluation=(), on_save=())
+    job, last = replace(job, steps=max(job.steps, steps)), min(part.last, len(scalars.losses))
+    own = loop is not None or any(hooks_of(job, event) for event in HOOKS)  # which may save
+    options: dict[str, Any] = {"out": part.out or (folder / f"run of {part.plan}" if own else None)}
+    options["steps"] = None if loop is None else part.last
     quiet = warnings.catch_warnings(action="ignore", category=JobWarning)  # the report has notes
-    with quiet, default_type(job.precision), start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
+    with quiet, default_type(job.precision), start(job, plan=part.plan, resume=part.first > 0, **options) as run:
         run.interrupt.close()  # a stop need not wait for the end of a step
         comparison = RankComparison(job.precision, run.world.rank, rounding, sharded=run.composed.sharded)
         if part.first:
             _compare_state(run, comparison, expected)
-        for batch in run.batches():
-            report = run.step(batch)
+
+        def compare(report: StepReport) -> None:
+            if report.step > last:
+                comparison.add_loss(report.step, report.loss, math.inf)  # the reference has no such step
+                return
             comparison.add_loss(report.step, report.loss, scalars.losses[report.step - 1])
             comparison.add_grad_norm(report.step, report.grad_norm, scalars.grad_norms[report.step - 1])
-            tensors = _compare_state(run, comparison, expected)
-            _compare_bits(run, comparison, tensors, single)
             evaluation: dict[str, dict[str, float]] = {}
-            if evaluates(job, report.step, steps):
+            if loop is None and evaluates(job, report.step, steps):
                 found = run.evaluate()
                 comparison.add_evaluation(report.step, found.loss, scalars.eval_losses[report.step])
                 evaluation = {name: {"loss": one.loss, **one.metrics} for name, one in found.by_name.items()}
+            if loop is None and saves(job, report.step):
+                run.save()
+            tensors = _compare_state(run, comparison, expected)
+            _compare_bits(run, comparison, tensors, single)
             figures = named_figures(report.metrics, evaluation)
             comparison.add_figures(report.step, figures, scalars.figures[report.step - 1])
             _compare_groups(run, comparison, scalars)
-            if report.step == part.last:
-                break
+
+        if loop is not None:
+            run.hooks.append("on_step", lambda _, report: compare(report))
+            run_loop(loop, run)
+        else:
+            for batch in run.batches():
+                compare(run.step(batch))
+                if run.steps_done == part.last:
+                    break
+        if run.steps_done < last:
+            comparison.add_loss(run.steps_done + 1, math.inf, scalars.losses[run.steps_done])
     return comparison
 
 

@@ -10,29 +10,30 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from evenly.data.generators import reseed, seeded
-from evenly.data.nest import map_tensors
-from evenly.data.stream import block_key, stream_key
-from evenly.errors import UserError
-from evenly.job import EMA, Job
-from evenly.loss import UNDIVIDED, Loss
-from evenly.model.blocks import find_blocks
-from evenly.model.modes import evaluating, in_training
+from evenly.data.generators import seed_past_torch, seeded, undisturbed_past_torch
+from evenly.data.microbatch import cut
+from evenly.data.stream import stream_key
+from evenly.errors import RunError, UserError, describe
+from evenly.job import EMA, Job, hooks_of
+from evenly.model.modes import in_training
 from evenly.model.overlap import find_overlapping
-from evenly.torch_private import in_backward, plain_name
-from evenly.verify.reference_data import WEIGHTS, batches, evaluation_microbatches, read_microbatch
-from evenly.verify.reference_sums import LossSums
+from evenly.torch_private import plain_name
+from evenly.verify.reference_data import WEIGHTS, batches, read_microbatch
+from evenly.verify.reference_forward import drawing, loss_of, reference_evaluation
+from evenly.verify.reference_sums import LossSums, check_finite
 
 
 @dataclass(frozen=True)
@@ -71,43 +72,14 @@ def reference_steps(
     around: given the model, a context for the forward and backward of each microbatch.
     Raises `UserError` for a loss that cannot be trained on.
     """
-    model, phases = _build(job, device)
-    optimizers = [phase.optimizer for phase in phases]
-    averaged = _averaged_model(job, model)
-    for step, microbatches in zip(range(steps), batches(job), strict=False):
-        running = [phase for phase in phases if (step + 1) % phase.every == 0]
-        figures: dict[str, float] = {}
-        losses, norms = list[float](), list[float]()
-        for phase in running:
-            rate = rate_of(phase.optimizer.param_groups[0])
-            sums = _sums(phase, model, step, microbatches, device, around)
-            grad_norm = _update(phase, model, step + 1, sums)
-            own = {"loss": sums.loss, "grad_norm": grad_norm, "lr": rate} if phase.name else {}
-            prefix = f"{phase.name}/" if phase.name else ""
-            figures |= {prefix + name: value for name, value in {**own, **sums.metrics}.items()}
-            losses.append(sums.loss)
-            norms.append(grad_norm)
-        if averaged is not None and _is_averaged(job, step + 1):
-            with _evaluating(phases):
-                averaged.update_parameters(model)
-        evaluated = _evaluated(model, averaged)
-        with _evaluating(phases) if evaluated is model else nullcontext():
-            evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
-        eval_loss = next((found["loss"] for found in evaluation.values()), None)
-        for phase in phases:
-            _advance(phase.schedule, job, step + 1, evaluation, counts=phase in running)
-        yield ReferenceStep(
-            step + 1,
-            sum(losses),
-            norms[0] if len(norms) == 1 else math.hypot(*norms),
-            named_tensors(model) | _named_averages(averaged),
-            {name: value for one in optimizers for name, value in named_state(model, one).items()},
-            [rate_of(group) for one in optimizers for group in one.param_groups],
-            eval_loss,
-            [group for one in optimizers for group in named_groups(model.named_parameters(), one)],
-            figures,
-            evaluation,
-        )
+    run = ReferenceRun(job, steps, device, around)
+    for batch in run.batches():
+        run.step(batch)
+        if evaluates(job, run.steps_done, steps):
+            run.evaluate()
+        if saves(job, run.steps_done):
+            run.save()
+        yield run.record()
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,33 +113,191 @@ def _turn(optimizer: Any, face: str) -> None:
         getattr(optimizer, face)()
 
 
-def _sums(
-    phase: _Phase,
-    model: torch.nn.Module,
-    step: int,
-    microbatches: list[Callable[[], list[Any]]],
-    device: str,
-    around: Callable[[torch.nn.Module], AbstractContextManager[None]] | None,
-) -> LossSums:
-    """Adds up losses and gradients of a phase of `step`, from 0; around: as of `reference_steps`."""
-    job, sums = phase.job, LossSums()
-    stream = ("microbatch", phase.name) if phase.name else ("microbatch",)
-    model.zero_grad()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in phase.own and not _is_frozen(job, name, step + 1))
-    for number, microbatch in enumerate(microbatches):
-        samples, batch = read_microbatch(job, microbatch, stream_key(job.seed, "data", step, number), device)
-        with (
-            nullcontext() if around is None else around(model),
-            _drawing(model, stream_key(job.seed, *stream, step, number), device),
-        ):
-            loss = _loss(job, model, batch, samples)
-            if loss.total.requires_grad:
-                phase.scaler.scale(loss.total).backward()
-        sums.add(loss)
-    _check_finite(step + 1, sums)
-    _check_dense(model)
-    return sums
+class OwnCodeError(RunError):
+    """An error of the job's hooks, or of its own loop, in the plain loop."""
+
+
+class ReferenceBatch(list[Callable[[], list[Any]]]):
+    """The microbatches of a batch, which read their samples."""
+
+    def samples(self) -> list[Any]:
+        """All samples, in the order of the microbatches."""
+        with seeded(0):
+            return [sample for microbatch in self for sample in microbatch()]
+
+
+class ReferenceRun:
+    """The plain loop, with as much of a `Run` as hooks and loops of one's own ask for.
+
+    around: as of `reference_steps`. seen: called with the record of every step, after the hooks of `on_step`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        steps: int,
+        device: str = "cpu",
+        around: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
+        seen: Callable[[ReferenceStep], None] = lambda _: None,
+    ) -> None:
+        self.job, self.steps, self.steps_done, self._around, self._seen = job, steps, 0, around, seen
+        self.model, self._phases = _build(job, device)
+        self.optimizer, self.schedule = self._phases[0].optimizer, self._phases[0].schedule
+        self.world, self.devices = SimpleNamespace(rank=0, size=1, is_main=True, device=device), [device]
+        self.out, self.is_main, self.goes_on = None, True, steps > 0
+        self._averaged = _averaged_model(job, self.model)
+        self._open, self._passes, self._asked_to_end, self._calling = LossSums(), 0, False, list[str]()
+        self._loss, self._grad_norm, self._wholes = 0.0, 0.0, 0
+        self._figures: dict[str, float] = {}
+        self._evaluation: dict[str, dict[str, float]] = {}
+
+    def batches(self) -> Iterator[ReferenceBatch]:
+        """The batches of the steps to come."""
+        numbered = enumerate(batches(self.job))
+        while self.goes_on:
+            number, microbatches = next(numbered)
+            if self.job.streams or number >= self.steps_done:
+                yield ReferenceBatch(microbatches)
+
+    def batch(self, samples: Sequence[Any]) -> ReferenceBatch:
+        """A batch of samples that the loop has made."""
+        cuts = cut([*range(len(samples))], size=self.job.samples_per_microbatch)
+        return ReferenceBatch(partial(list[Any], [samples[place] for place in places]) for places in cuts)
+
+    def step(self, batch: ReferenceBatch, loss: Any = None) -> SimpleNamespace:
+        """Trains one step on `batch`, or all phases that are due; calls the hooks of `on_step`."""
+        return self._end_step(batch, loss)
+
+    def forward_backward(self, batch: ReferenceBatch, loss: Any = None) -> SimpleNamespace:
+        """Adds the gradients of `batch` to those of the step."""
+        sums = self._pass(self._phases[0], batch, loss)
+        seed_past_torch(stream_key(self.job.seed, "after pass", self.steps_done, self._passes))
+        return SimpleNamespace(loss=sums.loss, weight=sums.weight)
+
+    def update(self) -> SimpleNamespace:
+        """Ends the step that `forward_backward` has begun."""
+        return self._end_step(None, None)
+
+    def _pass(self, phase: _Phase, microbatches: ReferenceBatch, loss: Any) -> LossSums:
+        """Adds up losses and gradients of a phase of the next step."""
+        model, step, device = self.model, self.steps_done, self.world.device
+        job, own = phase.job if loss is None else replace(phase.job, loss=loss), LossSums()
+        stream = ("microbatch", phase.name) if phase.name else ("microbatch",)
+        if not (first := len(self._open.totals)):
+            model.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in phase.own and not _is_frozen(job, name, step + 1))
+        for number, microbatch in enumerate(microbatches):
+            samples, batch = read_microbatch(job, microbatch, stream_key(job.seed, "data", step, number), device)
+            with (
+                nullcontext() if self._around is None else self._around(model),
+                drawing(model, stream_key(job.seed, *stream, step, first + number), device),
+            ):
+                found = loss_of(job, model, batch, samples)
+                if found.total.requires_grad:
+                    phase.scaler.scale(found.total).backward()
+            self._open.add(found)
+            own.add(found)
+        self._passes += 1
+        check_finite(step + 1, self._open)
+        _check_dense(model)
+        return own
+
+    def _end_step(self, batch: ReferenceBatch | None, loss: Any) -> SimpleNamespace:
+        step = self.steps_done + 1
+        running = [phase for phase in self._phases if step % phase.every == 0]
+        losses, norms, rates = list[float](), list[float](), list[float]()
+        self._figures, self._evaluation = {}, {}
+        for phase in running:
+            rates.append(rate_of(phase.optimizer.param_groups[0]))
+            if batch is not None:
+                self._pass(phase, batch, loss)
+            sums, self._open = self._open, LossSums()
+            losses.append(sums.loss)
+            norms.append(_update(phase, self.model, step, sums))
+            own = {"loss": sums.loss, "grad_norm": norms[-1], "lr": rates[-1]} if phase.name else {}
+            prefix = f"{phase.name}/" if phase.name else ""
+            self._figures |= {prefix + name: value for name, value in {**own, **sums.metrics}.items()}
+        self._loss, self._grad_norm = sum(losses), norms[0] if len(norms) == 1 else math.hypot(*norms)
+        self.steps_done, self._passes, self._wholes = step, 0, 0
+        if self._averaged is not None and _is_averaged(self.job, step):
+            with _evaluating(self._phases):
+                self._averaged.update_parameters(self.model)
+        for phase in self._phases:
+            _advance(phase.schedule, self.job, step, {}, counts=phase in running)
+        seed_past_torch(stream_key(self.job.seed, "after step", step))
+        self.goes_on = step < self.steps and not self._asked_to_end
+        figures = {"loss": self._loss, "grad_norm": self._grad_norm, "lr": rates[0], "metrics": self._figures}
+        report = SimpleNamespace(step=step, weight=sums.weight, skipped=None, **figures)  # pyright: ignore
+        self._call("on_step", report)
+        self._seen(self.record())
+        return report
+
+    def _call(self, event: str, found: object) -> None:
+        """Calls the hooks of `event`; what they do themselves calls no hooks of the same event."""
+        if event in self._calling:
+            return
+        self._calling.append(event)
+        key = stream_key(self.job.seed, event, self.steps_done)
+        with undisturbed_past_torch(), seeded(key, self.world.device):
+            for hook in hooks_of(self.job, event):
+                try:
+                    hook(self, found)  # type: ignore[arg-type]
+                except Exception as problem:
+                    raise OwnCodeError(f"{event} in a plain loop", describe(problem)) from problem
+        self._calling.remove(event)
+        self.goes_on = self.goes_on and not self._asked_to_end
+
+    def evaluate(self, *, average: bool = True) -> SimpleNamespace:
+        """Evaluates all sets; calls the hooks of `on_evaluation`."""
+        model = _evaluated(self.model, self._averaged if average else None)
+        with _evaluating(self._phases) if model is self.model else nullcontext():
+            self._evaluation = by_name = reference_evaluation(self.job, model, self.world.device)
+        for phase in self._phases:
+            _advance(phase.schedule, self.job, self.steps_done, by_name, counts=False)
+        sets = {name: SimpleNamespace(loss=one["loss"], metrics=one) for name, one in by_name.items()}
+        found = SimpleNamespace(**vars(next(iter(sets.values()))), sets=sets, by_name=sets)
+        self._call("on_evaluation", found)
+        return found
+
+    def record(self) -> ReferenceStep:
+        """The step and the state as they are now."""
+        optimizers, named = [phase.optimizer for phase in self._phases], [*self.model.named_parameters()]
+        return ReferenceStep(
+            self.steps_done,
+            self._loss,
+            self._grad_norm,
+            named_tensors(self.model) | _named_averages(self._averaged),
+            {name: value for one in optimizers for name, value in named_state(self.model, one).items()},
+            [rate_of(group) for one in optimizers for group in one.param_groups],
+            next((found["loss"] for found in self._evaluation.values()), None),
+            [group for one in optimizers for group in named_groups(named, one)],
+            self._figures,
+            self._evaluation,
+        )
+
+    def save(self, *, score: float | None = None) -> None:
+        """Calls the hooks of `on_save`; nothing is written."""
+        self._call("on_save", self.steps_done)
+
+    def stop(self) -> None:
+        """Ends the run as `Run.stop` does."""
+        self._asked_to_end = True
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Parameters are whole here."""
+        return nullcontext()
+
+    @contextmanager
+    def whole_model(self, *, main_only: bool = False, device: str | None = None) -> Generator[torch.nn.Module]:
+        """A copy of the model in evaluation mode; numbers drawn within are those of a `Run`."""
+        key = stream_key(self.job.seed, "whole model", self.steps_done, self._wholes)
+        self._wholes += not self._calling
+        with nullcontext() if self._calling else seeded(key, self.world.device):
+            yield copy.deepcopy(self.model).eval().to(device or self.world.device)
 
 
 def _update(phase: _Phase, model: torch.nn.Module, step: int, sums: LossSums) -> float:
@@ -203,6 +333,11 @@ def evaluates(job: Job, step: int, steps: int) -> bool:
     return job.eval_data is not None and (asked or step in (steps // 2, steps))
 
 
+def saves(job: Job, step: int) -> bool:
+    """Whether a verification saves after `step`: where hooks follow that."""
+    return job.save_every is not None and step % job.save_every == 0 and bool(hooks_of(job, "on_save"))
+
+
 def _is_frozen(job: Job, name: str, step: float) -> bool:
     """Whether the parameter `name` is frozen in `step`, of which the first is 1."""
     counts = [count for pattern, count in (job.frozen or {}).items() if fnmatchcase(name, pattern)]
@@ -214,7 +349,7 @@ def _advance(schedule: Any, job: Job, step: int, evaluation: Mapping[str, Any], 
     with seeded(stream_key(job.seed, "schedule", step)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            if job.eval_every is not None and step % job.eval_every == 0:
+            if evaluation and job.eval_every is not None and step % job.eval_every == 0:
                 figures, name = next(iter(evaluation.values())), job.schedule_metric or "loss"
                 if name not in figures:
                     raise UserError(f"schedule_metric={name!r}", f"an evaluation has {', '.join(figures)}", "name one")
@@ -261,78 +396,10 @@ def _evaluated(model: torch.nn.Module, averaged: AveragedModel | None) -> torch.
     return averaged.module
 
 
-def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> dict[str, dict[str, float]]:
-    """By evaluation set and name: the loss over all of it, its metrics, and the figures of the job's `evaluate`."""
-    return {name: _evaluate(job.with_eval_data(data), model, device) for name, data in job.eval_sets.items()}
-
-
-def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]:
-    sums, outputs = LossSums(), list[Any]()
-    with torch.no_grad(), evaluating(model):
-        for number, microbatch in enumerate(evaluation_microbatches(job)):
-            key = stream_key(job.seed, "evaluation data", 0, number)
-            samples, batch = read_microbatch(job, microbatch, key, device)
-            with _drawing(model, stream_key(job.seed, "evaluation", number), device):
-                loss = _loss(job, model, batch, samples)
-            sums.add(loss)
-            outputs.append(loss.outputs)
-    if sums.weight == 0:
-        raise UserError(
-            "evaluating the job", "nothing in its eval_data counts: the weight is 0", "give it samples that count"
-        )
-    with seeded(stream_key(job.seed, "evaluate")):
-        figures = {} if job.evaluate is None else _figures(job.evaluate, _together(outputs))
-    return {"loss": sums.loss, **sums.metrics, **figures}
-
-
-def _together(parts: list[Any]) -> Any:
-    """The outputs of all microbatches in order, joined along the samples."""
-    first: Any = parts[0]
-    kind: Any = type(first)
-    if isinstance(first, torch.Tensor):
-        return torch.cat([part.detach().cpu() for part in parts])
-    if isinstance(first, list):
-        return [map_tensors(lambda t: t.detach().cpu(), one) for part in parts for one in part]
-    if isinstance(first, Mapping):
-        return kind({key: _together([part[key] for part in parts]) for key in first})
-    if isinstance(first, tuple):
-        columns = [_together([*column]) for column in zip(*parts, strict=True)]
-        return kind(*columns) if hasattr(first, "_fields") else kind(columns)
-    if is_dataclass(first):
-        return replace(first, **{f.name: _together([getattr(p, f.name) for p in parts]) for f in fields(first)})  # type: ignore
-    raise UserError("evaluating the job", f"its loss gives a {kind.__name__} as outputs", "give tensors and lists")
-
-
-def _figures(evaluate: Any, outputs: Any) -> dict[str, float]:
-    """What the job's `evaluate` makes of all outputs: a function, or a metric of torchmetrics."""
-    if not hasattr(evaluate, "compute"):
-        return {name: float(value) for name, value in evaluate(outputs).items()}
-    metric = copy.deepcopy(evaluate)
-    metric.reset()
-    if isinstance(outputs, Mapping):
-        metric.update(**outputs)
-    else:
-        metric.update(*(outputs if isinstance(outputs, tuple) else [outputs]))
-    found = metric.compute()
-    named = found if isinstance(found, Mapping) else {type(metric).__name__: found}
-    return {name: float(value) for name, value in named.items()}
-
-
 def _check_dense(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UserError(f"the gradient of {name}", "it is sparse", "build the model without sparse=True")
-
-
-def _check_finite(step: int, sums: LossSums) -> None:
-    """Raises `UserError` for a step that no device can train."""
-    asked = f"training step {step} on one device"
-    for number, (total, weight) in enumerate(zip(sums.totals, sums.weights, strict=True)):
-        if not math.isfinite(total) or not math.isfinite(weight) or 0 > weight != UNDIVIDED:
-            found = f"microbatch {number} has the loss {total:g} with weight {weight:g}"
-            raise UserError(asked, found, "look for a division by zero or a log of zero; weights are 0 or more")
-    if sums.weight == 0:
-        raise UserError(asked, "the weight is 0 in every microbatch", "leave out samples that do not count")
 
 
 def _check_norm(job: Job, step: int, grad_norm: float) -> None:
@@ -431,58 +498,3 @@ def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, list[_Phase]
         own = {n for n, _ in named} & {n for n, _ in trained}
         found.append(_Phase(name, one, own, phase.every if phase else 1, optimizer, schedule, scaler))
     return model, found
-
-
-def run_forward(job: Job, model: torch.nn.Module, batch: Any, key: int, samples: int) -> Loss:
-    """The job's loss of one microbatch of so many samples, with random numbers from the stream `key`."""
-    with _drawing(model, key):
-        return _loss(job, model, batch, samples)
-
-
-@contextmanager
-def _drawing(model: torch.nn.Module, key: int, device: str = "cpu") -> Generator[None]:
-    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block.
-
-    A block that the model's own checkpointing calls again in the backward draws what its first call drew: that is the
-    one before which the generator had the same seed.
-    """
-    calls: dict[str, int] = {}
-    numbers: dict[tuple[str, int], int] = {}  # by block and the seed before its call
-    running: dict[str, int] = {}
-    handles: list[Any] = []
-    for block in find_blocks(model):
-
-        def begin(_: Any, __: Any, name: str = block.name) -> None:
-            before = torch.initial_seed()
-            if not in_backward():
-                numbers[name, before] = calls.get(name, 0)
-                calls[name] = numbers[name, before] + 1
-            running[name] = numbers.get((name, before), 0)
-            reseed(block_key(key, name, running[name], "begin"), device)
-
-        def end(_: Any, __: Any, ___: Any, name: str = block.name) -> None:
-            reseed(block_key(key, name, running[name], "end"), device)
-
-        handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
-    try:
-        with seeded(key, device):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _loss(job: Job, model: torch.nn.Module, batch: Any, samples: int) -> Loss:
-    mixed = job.precision in ("bfloat16", "float16")
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    with torch.autocast(device, dtype=getattr(torch, job.precision)) if mixed else nullcontext():
-        found = job.loss(model, batch)
-    loss = found if isinstance(found, Loss) else Loss(found, samples)
-    if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(
-            "the job's loss must return evenly.Loss(total, weight) or a scalar tensor",
-            f"it returned a {type(found).__name__}" + (" whose total is no scalar tensor" if found is loss else ""),
-            "sum the losses into `total`, a tensor, and count what they cover in `weight`",
-        )
-    total = loss.total.reshape(())
-    return replace(loss, total=total) if found is loss else Loss(total * samples, samples)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from evenly.errors import UserError
 from evenly.loss import UNDIVIDED, Loss
 
 
@@ -47,3 +48,14 @@ class LossSums:
 
 def _number(value: Any) -> float:
     return float(value.detach().double() if isinstance(value, torch.Tensor) else value)
+
+
+def check_finite(step: int, sums: LossSums) -> None:
+    """Raises `UserError` for a step that no device can train."""
+    asked = f"training step {step} on one device"
+    for number, (total, weight) in enumerate(zip(sums.totals, sums.weights, strict=True)):
+        if not math.isfinite(total) or not math.isfinite(weight) or 0 > weight != UNDIVIDED:
+            found = f"microbatch {number} has the loss {total:g} with weight {weight:g}"
+            raise UserError(asked, found, "look for a division by zero or a log of zero; weights are 0 or more")
+    if sums.weight == 0:
+        raise UserError(asked, "the weight is 0 in every microbatch", "leave out samples that do not count")

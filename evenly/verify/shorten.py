@@ -134,7 +134,8 @@ def _first_of(data: Any, full: int, size: int, steps: float = inf) -> Any:
 def _in_time(job: Job, steps: int) -> Job:
     frozen = {name: count and min(count, max(1, steps - 1)) for name, count in (job.frozen or {}).items()}
     every = job.eval_every and min(job.eval_every, max(1, steps // 3))
+    save_every = job.save_every and min(job.save_every, max(1, steps // 2))
     phases = {
         name: replace(one, every=min(one.every, max(1, min(2, steps)))) for name, one in (job.phases or {}).items()
     }
-    return replace(job, frozen=frozen or None, eval_every=every, phases=phases or None)
+    return replace(job, frozen=frozen or None, eval_every=every, save_every=save_every, phases=phases or None)

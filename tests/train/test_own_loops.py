@@ -22,8 +22,9 @@ from evenly.data.generators import seeded
 from evenly.data.microbatch import cut
 from evenly.data.stream import stream_key
 from evenly.errors import RunError, SampleError, UserError
-from evenly.verify.reference import build_model, named_tensors, run_forward
+from evenly.verify.reference import build_model, named_tensors
 from evenly.verify.reference_data import batches, read_microbatch
+from evenly.verify.reference_forward import run_forward
 
 WIDTH, STEPS = 7, 4
 TWO = ["ddp", "zero1", "zero2", "zero3", "tensor=2", "pipeline=2"]

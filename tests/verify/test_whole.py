@@ -18,6 +18,7 @@ import evenly.verify.ranks as ranks_module
 from evenly.errors import UserError
 from evenly.launcher.agent import Launch
 from evenly.launcher.environment import find_here
+from evenly.plan import parse_plan
 from evenly.verify import verify as module
 from evenly.verify.ranks import write_references
 from evenly.verify.tasks import FoundInJob
@@ -64,7 +65,7 @@ def run(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verifi
 def test_one_device_has_its_own_numbers_also_where_plans_take_turns(run: Callable[..., Verification]) -> None:
     found = run("single", "single>single")
     assert [(row.status, row.reason) for row in found.plans] == [("equal", "")] * 2
-    assert found.note == "" and found.equal
+    assert found.note == "" and found.exit_code == 0
     assert all(row.param_rounding is not None and 0 < row.param_rounding < 1e-9 for row in found.plans)
 
 
@@ -165,8 +166,8 @@ def test_the_reference_runs_on_the_kind_of_device_that_plans_run_on(
 ) -> None:
     devices: list[str] = []
     monkeypatch.setattr(ranks_module, "find_device", lambda place: f"cuda:{place.local_rank}")
-    monkeypatch.setattr(ranks_module, "keep_reference", lambda *_, device: devices.append(device))
-    request = (job_file, {}, "float64", module.parse_plan("ddp"), 3, tmp_path)
+    monkeypatch.setattr(ranks_module, "keep_reference", lambda *_, device, **__: devices.append(device))
+    request = (job_file, {}, "float64", parse_plan("ddp"), 3, tmp_path)
     for runs in ([("none", 1)], [("sums", 1)]):
         write_references(*request, runs)  # type: ignore[arg-type]
     assert devices == ["cuda:0", "cuda:0"]
