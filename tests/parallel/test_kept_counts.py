@@ -6,7 +6,7 @@ import logging
 import random
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -262,6 +262,23 @@ def test_what_a_first_call_notes_is_put_back_with_what_it_sets() -> None:
         NOTES.known["height"] = 3
         NOTES.names.clear()
     assert noted(model) == now
+
+
+class Lazy(OrderedDict[str, Any]):
+    """Entries that are imported when they are asked for, as transformers maps configurations to models."""
+
+    def items(self) -> Any:
+        raise ValueError("could not be imported")
+
+    __iter__ = keys = values = copy = items  # type: ignore[assignment]
+
+
+def test_entries_that_a_dict_computes_are_not_asked_for() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.lazy, model.masked = Lazy(made=[1.0]), np.ma.masked
+    with all_restored([("", model)]), places_restored([("", model)]):
+        model.lazy["made"].append(2.0)
+    assert dict.__getitem__(model.lazy, "made") == [1.0]
 
 
 def test_what_is_named_as_a_table_of_modules_is_put_back_elsewhere() -> None:

@@ -12,7 +12,7 @@ import random
 import sys
 import sysconfig
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -157,7 +157,8 @@ def _undo_of(value: Any, holder: Any, key: Any) -> Callable[[], object] | None:
     """What puts back a note; None where the value is none."""
     if isinstance(value, NOTES):
         return partial(_note_again, holder, key, value) if isinstance(holder, (dict, type, CellType)) else None
-    if isinstance(value, (dict, set)) and len(value) <= FEW and not _is_table(holder, key):
+    plain = type(value).items in (dict.items, OrderedDict.items) if isinstance(value, dict) else isinstance(value, set)
+    if plain and len(value) <= FEW and not _is_table(holder, key):
         return partial(_refill, value, value.copy())
     if isinstance(value, nn.Module) or (not isinstance(value, (*NO_OBJECTS, ModuleType)) and _is_kept(value)):
         return partial(_drop_new, vars(value), frozenset(vars(value)))
@@ -214,7 +215,7 @@ def _place_of(value: Any) -> ValuePlace | None:
     """That of what is changed in place: a list, a small tensor or array."""
     if isinstance(value, (list, deque)):
         return ValuePlace([*value], partial(_replace, value))
-    if isinstance(value, np.ndarray) and value.size <= FEW and value.dtype.kind in "iuf":
+    if isinstance(value, np.ndarray) and value.size <= FEW and value.dtype.kind in "iuf" and value is not np.ma.masked:
         return ValuePlace(value.copy(), partial(setitem, value, ...))  # pyright: ignore[reportArgumentType, reportCallIssue]
     if type(value) is torch.Tensor and value.numel() <= FEW and not (value.requires_grad or value.is_meta):
         is_number = value.dtype is not torch.bool and value.layout is torch.strided and not value.is_complex()
@@ -259,7 +260,8 @@ def _replace(value: list[Any] | deque[Any], elements: Iterable[Any]) -> None:
 def _held_by(name: str, value: Any) -> Iterator[Held]:
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         if len(value) <= FEW:
-            entries = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+            # What a dict of a class of its own would compute, or import, is not kept there.
+            entries = [*(dict.items(value) if isinstance(value, dict) else enumerate(value))]
             holder = value if isinstance(value, (dict, list, deque)) else None
             for number, (key, one) in enumerate(entries):
                 yield f"{name}[{key!r}]" if isinstance(key, (int, str)) else f"{name}[({number})]", one, holder, key
