@@ -42,7 +42,7 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 class Updater:
     """The job's optimizer and learning-rate schedule, as the plan runs them, and the scale of the loss.
 
-    only: names of the parameters that it updates; None for all.
+    only: names of the parameters that it updates; None for all. whole: steps full parameters in place of the model's.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Updater:
         self.build: Callable[[Named], Optimizer] = partial(build_optimizer, job, plan=plan)
         self._named = own
         self.optimizer = build_optimizer(job, own, plan, composed.showing(True))
+        self._asked = members(self.optimizer)
         self._frozen = frozen_steps([name for name, _ in named], job.frozen or {})
         self._plain = steps_elements(self.optimizer)
-        self._whole = self._over_wholes()
-        if self._whole is None:
+        self.whole = self._over_wholes()
+        if self.whole is None:
             composed.as_parts(self.optimizer)
         else:
-            self.optimizer = self._whole.optimizer
-        self._asked = self._model_members()
+            self.optimizer = self.whole.optimizer
         stepped = {id(parameter) for group in self._asked for parameter in group["params"]}
         self.trained = [plain_name(name) for name, p in own if id(p) in stepped]
         self._stepped: list[Members] | None = None  # while the groups are as the job has built them
         remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
-        self._sharded = self._whole or self._over_parts()
+        self._sharded = self.whole or self._over_parts()
         self.faces = Faces(self.optimizer, self._filled)
         with composed.showing(True):
             self.schedule = build_schedule(job, self.optimizer)
@@ -145,20 +145,12 @@ class Updater:
 
         return ShardedOptimizer(composed.model, optimizer, cuts, offload=offload)
 
-    def _model_members(self) -> list[Members]:
-        """Return the members of the optimizer's groups, with the model's parameters."""
-        found = members(self.optimizer)
-        if self._whole is not None:
-            for group in found:
-                group["params"] = [self._whole.stands_for(parameter) for parameter in group["params"]]
-        return found
-
     @contextmanager
     def _filled(self) -> Generator[None]:
         """Within, the optimizer has its parameters whole, outside of a step; a collective."""
         with self._composed.showing(False), self.inside():
             self._composed.gradients.reshard()
-            with nullcontext() if self._whole is None else self._whole.filled():
+            with nullcontext() if self.whole is None else self.whole.filled():
                 yield
 
     def mean_gradient(self, totals: StepTotals, counter: MemoryCounter | None) -> float:
@@ -265,11 +257,6 @@ class Updater:
     def as_dtensors(self) -> AbstractContextManager[None]:
         """Within, sharded parameters and optimizer state are DTensors."""
         return nullcontext() if self._sharded is None else self._sharded.as_dtensors()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it steps full parameters in place of the model's."""
-        return self._whole is not None
 
     @property
     def learning_rate(self) -> Any:

@@ -58,7 +58,7 @@ class Updaters:
 
     def steps_whole(self, name: str) -> bool:
         """Return whether parameter `name` is stepped whole by every rank, though cut."""
-        return any(one.is_whole and name in one.trained for one in self.by_phase.values())
+        return any(one.whole is not None and name in one.trained for one in self.by_phase.values())
 
     def waits(self, step: int) -> bool:
         """Whether a schedule has yet to be given an evaluation after `step`."""

@@ -68,7 +68,7 @@ class ShardedOptimizer:
         self._model, self._optimizer, self._offload = model, optimizer, offload == "optimizer"
         self._cuts = {cut.name: cut for cut in cuts}
         with torch.no_grad(), self._device_context():
-            self._stepped = {cut.name: self._stepped_tensor(cut) for cut in cuts}
+            self._stepped: dict[str, Any] = {c.name: _on_host(c.own) if self._offload else c.own for c in cuts}
             self._addresses = {cut.name: cut.address for cut in cuts}
             # Pinned once next to a GPU: pinning takes longer than the copy.
             self._gradients = {cut.name: _on_host(cut.own) for cut in cuts} if self._offload else {}
@@ -112,10 +112,6 @@ class ShardedOptimizer:
 
     def _device_context(self) -> AbstractContextManager[None]:
         return on(HOST, carrying=True) if self._offload else nullcontext()
-
-    def _stepped_tensor(self, cut: OwnedRows) -> Any:
-        """The tensor that the optimizer steps for `cut`."""
-        return _on_host(cut.own) if self._offload else cut.own
 
     def _gradient_of(self, name: str, stepped: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """`gradient` in the form of `stepped`; with offload also copies the current parameter to the host."""

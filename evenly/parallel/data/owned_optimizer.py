@@ -8,8 +8,8 @@ state; afterwards its pieces go back. Parameters that are not cut (without dims,
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -134,9 +134,8 @@ class OwnedOptimizer:
             whole, parameter = self._whole[name], self._cuts[name].parameter
             whole.data = gathered[name] if name in gathered else parameter.detach()
             whole.grad = gradient
-        with torch.enable_grad(), self._outside.step(), self._without_empty_groups():
-            if self._optimizer.param_groups:
-                self._optimizer.step()
+        with torch.enable_grad(), self._outside.step():
+            self._optimizer.step()
         for name in whole_gradients:
             self._whole[name].grad = None
         stepped = {name: self._whole[name].detach() for name in whole_gradients}
@@ -148,16 +147,6 @@ class OwnedOptimizer:
     def _is_sharded(self, name: str) -> bool:
         cut = self._cuts[name]
         return cut.piece is cut.parameter
-
-    @contextmanager
-    def _without_empty_groups(self) -> Generator[None]:
-        """Within, the optimizer has only groups with parameters, as it was built with."""
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group for group in groups if group["params"]]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = groups
 
     def as_dtensors(self) -> AbstractContextManager[None]:
         """Within, cut parameters are DTensors, and state is whole at its owner; what is loaded into them is kept."""

@@ -52,10 +52,6 @@ class WholeOptimizer:
         self._full = {name: full for name, full in self._full.items() if id(full) in stepped}
         self._release()
 
-    def stands_for(self, full: WholeParameter) -> nn.Parameter:
-        """Return the parameter of the model in whose place the optimizer steps `full`."""
-        return self._local[full.stands_for]
-
     def step(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """Steps with `gradients`, by name: this rank's pieces; a collective."""
         found = dict(gradients)
