@@ -221,6 +221,7 @@ def _find_function(path: Path) -> Callable[..., Any]:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # so that a job file can import its neighbours
     sys.modules[name] = module
+    sys.argv[0] = str(path)  # the rest is what follows -- on the command line
     try:
         spec.loader.exec_module(module)
     except EvenlyError:

@@ -160,12 +160,6 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
 
 
-def run_as_written(*, on: bool) -> None:
-    """Whether compiled code runs as it is written from now on; where torch's compiler is loaded."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.set_stance("force_eager" if on else "default")
-
-
 @contextmanager
 def as_one_graph() -> Generator[None]:
     """Within, a compiled function that cannot be one graph raises `graph_errors()` before anything of it has run.
@@ -174,7 +168,7 @@ def as_one_graph() -> Generator[None]:
     """
     from torch._dynamo import config, error_on_graph_break  # torch's compiler, which takes seconds to import
 
-    with error_on_graph_break(True), config.patch(trace_numpy=False):
+    with error_on_graph_break(True), config.patch(trace_numpy=False), torch.compiler.set_stance("default"):
         yield
 
 

@@ -95,7 +95,6 @@ from evenly.torch_private import (
     renewed_attributes,
     replace_gradient_hooks,
     replace_process_groups,
-    run_as_written,
     scale_each,
     set_tensor_dict,
     sets_gradients,
@@ -349,24 +348,6 @@ def test_within_a_transformation_one_can_compute_outside() -> None:
 
     torch.func.vmap(inside)(torch.ones(2))
     assert seen == [False, True] and not in_transform()
-
-
-def test_compiled_code_runs_as_written_where_that_is_asked() -> None:
-    import torch._dynamo
-
-    calls: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        calls.append(1)
-        return graph.forward
-
-    double = torch.compile(lambda x: x * 2, backend=backend)
-    run_as_written(on=True)
-    try:
-        assert double(torch.ones(1)).tolist() == [2] and not calls
-    finally:
-        run_as_written(on=False)
-    assert double(torch.ones(1)).tolist() == [2] and calls
 
 
 def test_what_cannot_be_one_graph_has_not_begun_to_run() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evenly.cli.tables import print_table, print_wrapped
-from evenly.data.alone import alone
+from evenly.data.alone import looking
 from evenly.jobfile import load_job, parse_settings, read_with
 from evenly.plan import PlanSpec, parse_plan
 
@@ -19,7 +19,7 @@ from evenly.plan import PlanSpec, parse_plan
 def explain(job: Path, only: str, settings: list[str], *, json_only: bool, html: Path | None = None) -> int:
     """Explains; returns the exit code. html: where pictures go."""
     parsed, values = read_with(job, lambda: parse_plan(only)), parse_settings(settings)
-    with redirect_stdout(sys.stderr), alone():  # what the job prints is no part of the answer
+    with redirect_stdout(sys.stderr), looking():  # what the job prints is no part of the answer
         cuts = parsed.splits_tensors or parsed.splits_blocks
         documents = _explained(job, parsed, values) if cuts or html is None else []
         page = None if html is None else _pictures(job, parsed, values, documents)

@@ -131,7 +131,7 @@ def run_command(
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
+    """Train a job. A file that calls evenly.start owns its loop and runs as a script. Its arguments follow `--`."""
     from evenly.launcher.rounds import NodeRange
 
     _run(
@@ -472,10 +472,14 @@ def process() -> NoReturn:
 
 def main() -> None:
     """Runs the command line; an `EvenlyError` ends in its message and its exit code."""
-    debug = "--debug" in sys.argv
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    debug = "--debug" in words[:cut]
+    if words[:1] != ["submit"]:  # whose options of `evenly run` come after
+        sys.argv[1:] = words[cut + 1 :]  # of the job file, in this process and in those that it starts
     try:
         with named_signals():
-            app()
+            app(words[:cut] if words[:1] in (["plan"], ["verify"]) else words)
     except EvenlyError as error:
         _end(error, debug=debug)
     except OSError as error:  # of a path that a user has named

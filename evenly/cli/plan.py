@@ -38,7 +38,7 @@ def plan(options: PlanOptions) -> int:
         raise UserError("--tokens without --price", "it is what a run's cost is of", "add --price, or leave it out")
     of_job = is_job(options)
     line = busy_line(f"loading {options.target}", after_s=0.0 if of_job else SOON_S)
-    with redirect_stdout(sys.stderr), line as show, _alone() if of_job else nullcontext():
+    with redirect_stdout(sys.stderr), line as show, _looking() if of_job else nullcontext():
         # What a job prints is no part of the result.
         from evenly.planner.search import search
 
@@ -53,10 +53,10 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
-def _alone() -> AbstractContextManager[None]:
-    from evenly.data.alone import alone
+def _looking() -> AbstractContextManager[None]:
+    from evenly.data.alone import looking
 
-    return alone()
+    return looking()
 
 
 def _reading(request: PlanRequest) -> PlanRequest:

@@ -129,12 +129,13 @@ def read_request(request: RunRequest) -> ReadRequest:
     if request.cluster is not None and not search:
         found = f"the plan is {plan or 'the default'}, and nothing is searched"
         raise UserError(f"--cluster {request.cluster}", found, "add --plan auto")
-    if request.arguments and not script:
+    if request.arguments and request.arguments not in (sys.argv[1:], sys.argv[2:]):  # the job may follow -- too
         raise UserError(
             f"arguments {' '.join(request.arguments)}",
-            f"{request.job} defines a job and owns no loop",
-            "pass settings with --set KEY=VALUE",
+            f"what {request.job} is to find in sys.argv follows --",
+            "put -- before them, or pass settings with --set KEY=VALUE",
         )
+    sys.argv[1:] = request.arguments
     if request.settings and script:
         raise UserError(
             f"--set {request.settings[0]}",
@@ -268,7 +269,7 @@ def train_on_ranks(
     from evenly.train.loop import run_job_file, run_script
 
     if script:
-        stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
+        stopped = start_ranks(run_script, (request.job, request.json_only), launch)
         return any(stopped.values()), None
     results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
     summary: Summary = results[min(results)]

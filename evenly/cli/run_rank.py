@@ -95,7 +95,7 @@ def _train(request: RunRequest, asked: ReadRequest, options: RunOptions, place: 
     from evenly.train.loop import run_job_file, run_script
 
     if asked.script:
-        signum = run_script(request.job, request.arguments, request.json_only)
+        signum = run_script(request.job, request.json_only)
         return exit_code(signum != 0, signum)
     summary = run_job_file(request.job, asked.settings, options, request.json_only)
     if place.rank == 0:

@@ -40,7 +40,7 @@ def run_on_ray(request: RunRequest, workers: NodeRange) -> int:
     options = replace(run_options(request, asked, out), quiet=request.quiet or request.json_only)
     if not request.json_only and not request.quiet:
         print(f"evenly run {request.job} on {workers} workers of Ray, into {out}", file=sys.stderr, flush=True)
-    train = partial(_train, request.job, Path.cwd(), asked.settings, request.json_only)
+    train = partial(_train, (request.job, *request.arguments), Path.cwd(), asked.settings, request.json_only)
     try:
         summary = train_on_workers(
             train, options, RayWorkers(workers), restarts=request.restarts, keep_plan=request.keep_plan
@@ -53,9 +53,15 @@ def run_on_ray(request: RunRequest, workers: NodeRange) -> int:
 
 
 def _train(
-    job: Path, folder: Path, settings: dict[str, Any], json_only: bool, options: RunOptions, place: ProcessInfo
+    words: tuple[Any, ...],
+    folder: Path,
+    settings: dict[str, Any],
+    json_only: bool,
+    options: RunOptions,
+    place: ProcessInfo,
 ) -> Summary:
     """On a worker, which has the driver's `folder`, or works in a copy of it that Ray has made."""
+    job, *sys.argv[1:] = words
     here = folder / job if (folder / job).is_file() else job
     return run_job_file(here, settings, options, json_only, place)
 

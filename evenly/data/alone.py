@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from evenly.errors import EvenlyError, RunError
@@ -103,6 +104,13 @@ def alone(hides: bool = True) -> Generator[None]:
 
 
 all_ranks = partial(alone, False)  # for torch's own code, which may ask for the default group
+
+
+@contextmanager
+def looking() -> Generator[None]:
+    """Within, the job's code runs alone, and as it is written where it is compiled: modes see each operation."""
+    with alone(), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _explain(problem: Exception) -> None:

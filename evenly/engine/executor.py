@@ -106,7 +106,7 @@ class Executor(ABC):
         """As `step`, and where numbers on this rank that are not finite came from."""
         self.watch = NonFiniteWatch(replica.module for replica in self.composed.replicas)
         try:
-            with self.watch:
+            with self.watch, torch.compiler.set_stance("force_eager"):
                 totals = self.step(batch, scale=scale, stop=lambda: False, spans=None)
             return totals, self.watch.origins
         finally:

@@ -188,7 +188,8 @@ class Updater:
         if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
         with (
-            nullcontext() if self._plain else seeded(stream_key(self._job.seed, "optimizer", step), self._world.device)
+            torch.compiler.set_stance("force_eager") if self._sharded is not None else nullcontext(),
+            nullcontext() if self._plain else seeded(stream_key(self._job.seed, "optimizer", step), self._world.device),
         ):
             if self._plain and self._sharded is None:
                 with without_subclasses():  # torch's own asks each parameter several things

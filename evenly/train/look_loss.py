@@ -66,7 +66,7 @@ class FirstLoss:
             return self.loss(model, batch)
         self._called = True
         kept = copy.deepcopy(batch)  # a loss may take entries out of it, or write into it
-        with _outputs_of(model) as outputs:
+        with torch.compiler.set_stance("force_eager"), _outputs_of(model) as outputs:  # hooks are in no graph
             found = self.loss(model, batch)
         with suppress(Exception), _nothing_drawn(outputs):
             self.note = _loss_note(self.loss, found, kept, outputs, self.samples)

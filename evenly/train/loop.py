@@ -5,8 +5,10 @@ A launcher imports this module to name what its ranks call; what trains takes a 
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from evenly.job import Job
 from evenly.jobfile import Loop, load_job, loop_of, with_defaults
 from evenly.launcher.environment import is_in_notebook, without_ranks
 from evenly.observe.progress import Watcher, describe_evaluation, make_watcher
+from evenly.observe.run_folder import RunFolder
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation, StepReport
@@ -64,9 +67,14 @@ def run_job_file(
 
     if json_only:
         send_stdout_to_stderr()
+    recorded = RunFolder(options.out).plan if options.resume and options.out is not None else None
+    if recorded is not None and recorded.exists() and not sys.argv[1:]:
+        sys.argv[1:] = shlex.split(json.loads(recorded.read_text()).get("settings", {}).get("--", ""))
     try:
         job = load_job_on_rank(path, settings)
-        return run_job(job, replace(options, settings=with_defaults(path, settings)), place, loop_of(path))
+        arguments = {"--": shlex.join(sys.argv[1:])} if sys.argv[1:] else {}
+        options = replace(options, settings={**with_defaults(path, settings), **arguments})
+        return run_job(job, options, place, loop_of(path))
     except SystemExit as ended:
         raise left_early(ended) from ended
 
@@ -85,11 +93,11 @@ def run_job(job: Job, options: RunOptions, place: ProcessInfo | None = None, loo
         return train(run, quiet=options.quiet, loop=loop)
 
 
-def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
+def run_script(path: Path, json_only: bool) -> int:
     """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns `Interrupt.was_asked`."""
     if json_only:
         send_stdout_to_stderr()
-    sys.argv = [str(path), *arguments]
+    sys.argv[0] = str(path)
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
     return Interrupt.was_asked

@@ -19,7 +19,7 @@ from evenly.checkpoint.plain import decode
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.world import World
-from evenly.data.alone import alone
+from evenly.data.alone import looking
 from evenly.data.loader import idle_ranks
 from evenly.engine.assemble import roots_of
 from evenly.errors import PlanError, UserError
@@ -92,7 +92,7 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
     roots = [("model", job.model), ("optimizer", job.optimizer), *roots_of(job)]
     runs = options.search or options.no_room
-    with alone(), all_restored(roots if runs else []):  # what the planner runs is no training
+    with looking(), all_restored(roots if runs else []):  # what the planner runs is no training
         return _decide(job, options, place, recorded)
 
 

@@ -8,6 +8,7 @@ The same calls are made on every rank, in the same order.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -340,6 +341,7 @@ class Run:
     def close(self, *, failed: bool = False) -> None:
         """Finishes checkpoints, removes all hooks and leaves the process group; safe to call twice."""
         self.interrupt.close()
+        torch.compiler.set_stance("default")
         try:
             if self.store is not None and not failed:
                 with self.world.during("saving"):
@@ -452,11 +454,17 @@ def start_with_options(
     options = replace(options, out=options.out or decision.out)
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # the bits of a sum depend on the number of threads
+    torch.compiler.set_stance("force_eager")  # looks see each operation of what the job has compiled
+    # torch's compiler looks at the gradients of what goes into a graph, and warns that there are none.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     try:
         run = Run(job, decision, world, options, sinks)
     except UserError:  # raised on all ranks, which may go on
+        torch.compiler.set_stance("default")
         disconnect(world)
         raise
+    if not (run.composed.in_step or run.composed.tensor or run.composed.pipeline):  # parameters are whole in steps
+        torch.compiler.set_stance("default")
     if run.is_main:
         warn_of_batch_norm(job, run.model, run.job.samples_per_microbatch)
         warn_of_idle_ranks(run.job, run.plan)

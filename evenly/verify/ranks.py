@@ -16,7 +16,7 @@ import torch
 
 from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
-from evenly.data.alone import alone
+from evenly.data.alone import looking
 from evenly.errors import EvenlyError, JobWarning, PlanError, describe
 from evenly.job import HOOKS, Job, Precision, hooks_of
 from evenly.jobfile import Loop, loop_of
@@ -56,7 +56,7 @@ from evenly.verify.trajectory import (
 LEFT_OUT = "left out"  # a file in the folder of a reference that had to leave out hooks and loop
 
 
-@alone()
+@looking()
 def write_references(
     path: Path,
     settings: dict[str, Any],
@@ -143,7 +143,7 @@ def default_type(precision: Precision) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-@alone()
+@looking()
 def keep_reference(
     job: Job,
     steps: int,

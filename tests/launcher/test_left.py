@@ -119,7 +119,7 @@ def test_a_script_may_exit_when_its_run_is_over(tmp_path: Path) -> None:
         "import sys\nwith evenly.start(job(), plan='ddp') as run:\n    for batch in run.batches(): run.step(batch)\n"
     )
     path.write_text(JOB.format(rank=-1, leave="pass") + ending + "sys.exit(0)\n")
-    assert start_ranks(run_script, (path, [], True), Launch(devices=2)) == {0: None, 1: None}
+    assert start_ranks(run_script, (path, True), Launch(devices=2)) == {0: None, 1: None}
 
 
 def test_a_loop_of_ones_own_that_exits_is_an_error() -> None:

@@ -82,8 +82,6 @@ class Compiler:
         if BACKEND == "inductor":
             self._how["options"] = {"fallback_random": True}
         self._warned: set[type] = set()
-        # torch looks at the gradients of what goes into a block, and warns that there are none.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
 
     def change(self, block: Block, forward: Forward) -> Forward:
         """What runs in place of `forward` of `block`."""

@@ -114,6 +114,11 @@ class MemoryCounter(TorchDispatchMode):
         super().__exit__(*problem)
         torch.UntypedStorage.resize_ = self._resize
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that code compiled by the job is compiled, and run, without this mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (other := of_subclasses(func, types, args, kwargs)) is not None:
             return other  # DTensors are counted by the operations on their local tensors

@@ -31,7 +31,7 @@ from evenly.parallel.tensor.axis import (
 )
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.shown_parameters import show
-from evenly.torch_private import gradient_hooks, is_dtensor, replace_gradient_hooks, run_as_written, without_subclasses
+from evenly.torch_private import gradient_hooks, is_dtensor, replace_gradient_hooks, without_subclasses
 
 
 class SplitModel:
@@ -78,7 +78,6 @@ class SplitModel:
             for module in model.modules()
             if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and self._splits(module)
         ]
-        self._as_written = False
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -157,9 +156,6 @@ class SplitModel:
         return view
 
     def _begin(self, *_: Any) -> None:
-        if not self._as_written:  # the compiler would take tensors for the parts that they are in memory
-            run_as_written(on=True)
-            self._as_written = True
         self.axis.__enter__()
 
     def _end(self, *_: Any) -> None:
@@ -168,8 +164,6 @@ class SplitModel:
     def close(self) -> None:
         """Takes the hooks off the model, whose split parameters can no longer be used."""
         self.axis.closed = True
-        if self._as_written:
-            run_as_written(on=False)
         for handle in self._handles:
             handle.remove()
         for encoder in self._padding:
