@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from evenly.comm.collectives import gather_values
 from evenly.comm.groups import Group
+from evenly.data.alone import all_ranks
 from evenly.errors import CheckpointError, EvenlyError, UserError, note_rank, rank_of
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Ranks:
         return _Failed(rank, f"rank {rank}: {text}" if self.size > 1 else text, remedy)
 
 
+@all_ranks()
 def _check_group(group: Group) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return

@@ -113,6 +113,7 @@ def disconnect(world: World) -> None:
     """Leaves the process group; safe to call twice."""
     every: Group = world.group("world")
     every.close()
+    torch.compiler.set_stance("default")  # as before the run
     if world.recorder is not None:
         world.recorder.close()
 

@@ -94,7 +94,6 @@ class Run:
     rank), `model`, `optimizer` (of a job with phases what stands for all of theirs), `steps_done`, `out` (folder).
     """
 
-    @alone()
     def __init__(
         self, job: Job, decision: ResolvedRun, world: World, options: RunOptions, sinks: Sequence[Sink] = ()
     ) -> None:
@@ -314,7 +313,6 @@ class Run:
         self.clock = time.perf_counter()
         return due
 
-    @all_ranks()
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore, try_values
@@ -341,7 +339,6 @@ class Run:
     def close(self, *, failed: bool = False) -> None:
         """Finishes checkpoints, removes all hooks and leaves the process group; safe to call twice."""
         self.interrupt.close()
-        torch.compiler.set_stance("default")
         try:
             if self.store is not None and not failed:
                 with self.world.during("saving"):
@@ -458,9 +455,9 @@ def start_with_options(
     # torch's compiler looks at the gradients of what goes into a graph, and warns that there are none.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     try:
-        run = Run(job, decision, world, options, sinks)
+        with alone():
+            run = Run(job, decision, world, options, sinks)
     except UserError:  # raised on all ranks, which may go on
-        torch.compiler.set_stance("default")
         disconnect(world)
         raise
     if not (run.composed.in_step or run.composed.tensor or run.composed.pipeline):  # parameters are whole in steps
