@@ -178,6 +178,7 @@ def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
     assert len(sizes) > 1
 
 
+@pytest.mark.full_but("None")
 @pytest.mark.parametrize("microbatch", [3, None])
 def test_what_is_known_without_profiling_is_a_bound(microbatch: int | None) -> None:
     request = asked(even_job(microbatch=microbatch))

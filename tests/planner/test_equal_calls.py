@@ -167,6 +167,7 @@ def of_whole_runs(job: evenly.Job, plan: str) -> Any:
     return profiler.profile(parse_plan(plan).complete("float64"))
 
 
+@pytest.mark.full_but("Model-4", "Towers-8")
 @pytest.mark.parametrize(("model", "kept"), [(Model, 4), (Towers, 8), (lambda: Model(blocks=30), 4)])
 def test_few_of_a_row_of_equal_blocks_are_run(model: Callable[[], nn.Module], kept: int) -> None:
     one = job(model)
@@ -177,6 +178,7 @@ def test_few_of_a_row_of_equal_blocks_are_run(model: Callable[[], nn.Module], ke
     assert profiler.left_out[0] == 0 and {*profiler.left_out[1:]} == {calls - kept}
 
 
+@pytest.mark.full_but("<lambda>0", "Looks", "Counts", "Stacked", "tied")
 @pytest.mark.parametrize(
     "model",
     [

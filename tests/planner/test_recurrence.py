@@ -36,6 +36,7 @@ def unequal(random: Random, stages: int, spread: float, transfer_s: float) -> Co
     )
 
 
+@pytest.mark.full_but("1f1b", "interleaved", "zbv")
 @pytest.mark.parametrize("schedule", (*SCHEDULES,))
 def test_a_step_takes_as_long_as_its_simulation(schedule: Schedule) -> None:
     random = Random(schedule)
