@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 
 
 def open_store(run: Run, options: RunOptions) -> CheckpointStore:
-    """The checkpoints in the run's folders; an error if another run writes there."""
+    """The checkpoints in the run's folders; an error if another run writes there, or its state cannot be saved."""
     assert run.out is not None
     store = CheckpointStore(run.out, run.world.group("files"), options.save_to)
     store.lock(new=not options.resume)
+    if not options.resume:
+        try:
+            _try_values(run, store)
+        except BaseException:
+            store.close()
+            raise
     return store
 
 
@@ -61,7 +67,7 @@ def _values(run: Run) -> dict[str, Any]:
     return values | {"left_out": run.left_out, "ended_early": run.ended_early}
 
 
-def try_values(run: Run, store: CheckpointStore) -> None:
+def _try_values(run: Run, store: CheckpointStore) -> None:
     """Raise `UserError`, on all ranks alike, where a value of the state that `run` begins with cannot be saved."""
 
     def act() -> None:

@@ -315,18 +315,15 @@ class Run:
 
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
-        from evenly.train.resume import open_store, restore, try_values
+        from evenly.train.resume import open_store, restore
 
         self.store = open_store(self, options)
-        try:
-            if options.resume:
-                restore(self, self.store, options.step)
-            else:
-                try_values(self, self.store)
-        except BaseException:
-            self.store.close()
-            raise
         if options.resume:
+            try:
+                restore(self, self.store, options.step)
+            except BaseException:
+                self.store.close()
+                raise
             self.saved_at = None if self.evaluation_due else self.steps_done
             self._first_step = self.steps_done
         if options.snapshot:
