@@ -108,10 +108,10 @@ class Updater:
     def _over_wholes(self) -> WholeOptimizer | None:
         """Return the job's optimizer over full parameters, if this rank has parts and it may need all of them."""
         composed, plan = self._composed, self._plan
-        zero = plan.data.zero_stage > 0 and composed.cuts
-        if self._plain or not (composed.tensor or (zero and not is_separable(self.optimizer))):
+        if self._plain or not (composed.tensor or (composed.cuts and not is_separable(self.optimizer))):
             return None
-        check_offload(self.optimizer, plan.offload)
+        if composed.tensor or plan.data.zero_stage:
+            check_offload(self.optimizer, plan.offload)
         from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
         return WholeOptimizer(
@@ -122,6 +122,7 @@ class Updater:
             gather=composed.full_view,
             part=composed.local_part,
             outside=composed.outside,
+            offload=plan.offload == "optimizer",
         )
 
     def named_shapes(self) -> list[tuple[str, torch.nn.Parameter, torch.Size]]:

@@ -184,7 +184,7 @@ def trained(kinds: list[str], plan: str, out: Path, last: int) -> dict[str, dict
 
 def check(kinds: list[str], plans: tuple[str, str], ranks: KeptRanks, out: Path) -> None:
     for plan, last in zip(plans, (HALF, STEPS), strict=True):
-        found = ranks.run(trained, kinds, plan, out, last, size=1 if plan == "single" else 2)[0]
+        found = ranks.run(trained, kinds, plan, out, last, size=1 if plan.startswith("single") else 2)[0]
     for kind in kinds:
         for name, expected in plain(kind).items():
             assert (found[kind][name] - expected).abs().max() < 1e-9 * expected.abs().max(), (kind, name)
@@ -228,3 +228,8 @@ def test_what_cannot_step_or_be_saved_is_refused_before_the_first_step(case: str
     make, said = REFUSED[case]
     with pytest.raises(evenly.UserError, match=said), evenly.start(replace(job("Late"), optimizer=make), out=tmp_path):
         pass
+
+
+@pytest.mark.full
+def test_offloaded_it_steps_on_the_host(ranks: KeptRanks, tmp_path: Path) -> None:
+    check([*KINDS], ("single offload=optimizer", "single"), ranks, tmp_path)

@@ -28,7 +28,7 @@ class WholeOptimizer:
 
     build: makes the optimizer over parameters of these names. cuts: what the data axis has cut. gather: by name, the
     full tensor of a local one; a collective. part: by name, what the tensor axis leaves of a full one. outside: knows
-    when it steps.
+    when it steps. offload: whether it steps, and keeps its state, on the host.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class WholeOptimizer:
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         part: Callable[[str, torch.Tensor], torch.Tensor],
         outside: Outside,
+        offload: bool,
     ) -> None:
         self._model, self._outside, self._gather, self._part = model, outside, gather, part
         self._cuts = {cut.name: cut for cut in cuts}
         self._local = dict(named)
-        self._full = {name: WholeParameter.of(name, p) for name, p in named}
+        self._full, self._offload = {name: WholeParameter.of(name, p) for name, p in named}, offload
         self._fill()
         self.optimizer = build([*self._full.items()])
         stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -58,7 +59,8 @@ class WholeOptimizer:
         for name, full in self._full.items():
             gradient = found.get(name) if name in self._cuts else self._local[name].grad
             self._fill([name])
-            full.grad = None if gradient is None else self._gather(name, self._as_piece(name, gradient.detach()))
+            piece = None if gradient is None else self._as_piece(name, gradient.detach())
+            full.grad = None if piece is None else self._placed(self._gather(name, piece))
         with self.filled(filled=True), self._outside.step():
             self.optimizer.step()
 
@@ -70,7 +72,7 @@ class WholeOptimizer:
         """
         if not filled:
             self._fill()
-        plain = {n: p for n in self._full if not isinstance(p := self._local[n], DTensor)}
+        plain = {n: p for n in self._full if not (isinstance(p := self._local[n], DTensor) or self._offload)}
         before = {name: (p.data, p.grad) for name, p in plain.items()}
         for name, p in plain.items():
             p.data, p.grad = self._full[name].data, self._full[name].grad
@@ -94,7 +96,10 @@ class WholeOptimizer:
     @torch.no_grad()
     def _fill(self, names: Iterable[str] | None = None) -> None:
         for name in self._full if names is None else names:
-            self._full[name].data = self._gather(name, self._local[name].detach())
+            self._full[name].data = self._placed(self._gather(name, self._local[name].detach()))
+
+    def _placed(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.cpu() if self._offload else whole
 
     def _release(self) -> None:
         for full in self._full.values():
