@@ -82,10 +82,6 @@ class Phase:
         """Those of `parameters`."""
         return [self.parameters] if isinstance(self.parameters, str) else [*self.parameters]
 
-    def runs_in(self, step: int) -> bool:
-        """Whether it is run in `step`, of which the first is 1."""
-        return step % self.every == 0
-
 
 def _not_given(*_: Any) -> Any:
     """Stands for a loss and an optimizer that a job with phases does not have."""

@@ -21,7 +21,7 @@ from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputable
 from evenly.model.modes import evaluating
-from evenly.parallel.core.between_steps import Outside, show_placeholders
+from evenly.parallel.core.between_steps import Outside, refuse_inference, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Change, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.mutation_guard import check_memory, memory_of
@@ -113,6 +113,7 @@ class Composed:
         """Gives what this rank has of parameters the classes of which functions of torch compute wholes."""
         if self.tensor is not None:
             self.tensor.show_parameters(self.model)
+            self.tensor.axis.wholes = self.outside.wholes
         if self.pipeline is not None:
             show_placeholders(self.model, self.pipeline.placeholders, self.outside)
         if self.in_step:
@@ -120,6 +121,7 @@ class Composed:
 
             for cut in self.cuts:
                 show_sharded(cast("Any", cut.parameter), cut.name, cut.rows, self, self.outside)
+            self.model.register_forward_pre_hook(refuse_inference, prepend=True)
             self.model.register_forward_hook(self._end_forward, always_call=True)
 
     def _end_forward(self, *_: object) -> None:

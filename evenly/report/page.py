@@ -103,11 +103,6 @@ def text(words: str, *, kind: str = "") -> str:
     return f"<p{f' class={kind}' if kind else ''}>{cut(words)}</p>"
 
 
-def preformatted(words: str) -> str:
-    """Lines as they are."""
-    return f"<pre>{escape(words)}</pre>"
-
-
 def side_by_side(*parts: str) -> str:
     """Figures next to each other where there is room."""
     return f"<div class=pair>{''.join(parts)}</div>"

@@ -140,4 +140,13 @@ def whole_parameters(run: Run) -> Generator[None]:
             "a step or an evaluation is under way, in which each rank computes with what it has of parameters",
             "enter it between steps: in a hook (on_step), or after run.step(batch) in a loop of your own",
         )
-    yield
+    composed, wholes = run.composed, run.composed.outside.wholes
+    gathers = not wholes and (composed.in_step or composed.tensor is not None)
+    with torch.no_grad(), without_subclasses():
+        for name, p in run.model.named_parameters() if gathers else ():
+            wholes[wholes.form(local(p))] = composed.full_view(name, p)
+    try:
+        yield
+    finally:
+        if gathers:
+            wholes.clear()

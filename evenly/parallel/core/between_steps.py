@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,39 @@ from torch import nn
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import RunError
 from evenly.parallel.core.parameter_views import ViewedParameters
-from evenly.torch_private import tensor_dict, without_subclasses
+from evenly.torch_private import memory_key, tensor_dict, version, without_subclasses
 
 T = torch.Tensor
 IN_PLACE = re.compile(r"__i(add|sub|mul|matmul|truediv|div|floordiv|mod|pow|and|or|xor|[lr]shift)__|__set(item)?__")
+
+
+FILES = ("numpy", "__array__", "__repr__", "__format__", "__reduce_ex__")  # numbers leave torch, on one rank alone
+
+
+class Wholes(dict[Any, T]):
+    """The full tensors that `run.whole_parameters()` has gathered, by `form` of what this rank has of them."""
+
+    @staticmethod
+    def form(part: T) -> Any:
+        """Return what `part` is known by; of a split tensor for as long as it has these numbers."""
+        changes = version(part) if hasattr(part, "split_as") else 0  # DTensors share memory and no version
+        with without_subclasses():
+            return memory_key(part), part.storage_offset(), part.shape, part.stride(), changes
+
+    def of(self, part: T, whole: T) -> T | None:
+        """Return the full tensor of `part`, or None if there is none, or a gradient has to pass to `whole`."""
+        return None if torch.is_grad_enabled() and whole.requires_grad else self.get(self.form(part))
+
+    def to_write(self, call: str, part: T) -> T:
+        """Return the full tensor of `part` for `call`, one of `FILES`; raise `RunError` if there is none."""
+        if (whole := self.get(self.form(part))) is not None:
+            return whole
+        raise RunError(
+            f"{call} of a tensor that is cut over ranks",
+            "one rank alone cannot gather it, and nothing says that the others come to this line",
+            "enter `with run.whole_parameters():` on all ranks, and write within it on the main one (run.is_main); or "
+            "save a checkpoint, and let `evenly export` write its weights",
+        )
 
 
 @dataclass(eq=False)
@@ -39,6 +68,7 @@ class Outside:
     shown: bool = False
     closed: bool = False
     stepping: bool = False
+    wholes: Wholes = field(default_factory=Wholes)
 
     @contextmanager
     def showing(self, shown: bool) -> Generator[None]:
@@ -162,3 +192,10 @@ def _elsewhere(call: str, parameter: str) -> RunError:
         "it is on another rank of the pipeline, and this rank does not have its numbers",
         "compute with each parameter by itself, let the gradient do it, or use a plan without pipeline",
     )
+
+
+def refuse_inference(*_: object) -> None:
+    """Raise `RunError` in `torch.inference_mode`, before a forward under zero3."""
+    if torch.is_inference_mode_enabled():
+        found = "parameters are gathered for it, and change in memory that inference tensors do not share"
+        raise RunError("a call of the model in torch.inference_mode() under zero3", found, "use torch.no_grad()")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import RunError
-from evenly.parallel.core.between_steps import Outside, changes_its_first, closed_error, name_of_call, with_first
+from evenly.parallel.core.between_steps import FILES, Outside, changes_its_first, closed_error, name_of_call, with_first
 from evenly.parallel.core.memory import local
 from evenly.torch_private import (
     change_transformed,
@@ -93,6 +93,9 @@ class ShardedParameter(DTensor):
         with without_subclasses():
             return _of_sharded(func, args, kwargs or {})
 
+    def __repr__(self, **_: Any) -> str:
+        return T.__repr__(self) if self.outside.shown else super().__repr__()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of the full tensor."""
         if id(self) not in memo:
@@ -111,6 +114,9 @@ def show_sharded(parameter: DTensor, name: str, rows: slice, shards: Shards, out
 
 
 def _gathered(tensor: ShardedParameter) -> T:
+    wholes = tensor.outside.wholes
+    if wholes and (whole := wholes.of(local(tensor), tensor)) is not None:
+        return whole
     with outside_transforms() if in_transform() else nullcontext():
         return tensor.shards.full_view(tensor.name_in_model, tensor)
 
@@ -121,6 +127,7 @@ def _full_for_transform(tensor: ShardedParameter) -> T:
 
 
 def _write(tensor: ShardedParameter, full: T) -> None:
+    tensor.outside.wholes.clear()
     local(tensor).copy_(tensor.shards.local_part(tensor.name_in_model, full)[tensor.rows])
 
 
@@ -138,6 +145,8 @@ def _of_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return SHAPES[func](one.shards.full_shape(one.name_in_model, one), *args[1:], **kwargs)
     if one.outside.closed:
         raise closed_error(name_of_call(func))
+    if (name := name_of_call(func)) in FILES:
+        return func(one.outside.wholes.to_write(name, local(one)), *args[1:], **kwargs)
     if func in SHARED:
         found = func(*args)
         return found if found is None else show_sharded(found, one.name_in_model, one.rows, one.shards, one.outside)

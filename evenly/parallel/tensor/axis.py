@@ -36,7 +36,7 @@ from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import RunError
 from evenly.observe.recorder import frame_place
-from evenly.parallel.core.between_steps import changes_its_first, closed_error, name_of_call, with_first
+from evenly.parallel.core.between_steps import FILES, Wholes, changes_its_first, closed_error, name_of_call, with_first
 from evenly.parallel.tensor.layout import Layout
 from evenly.torch_private import (
     change_transformed,
@@ -75,6 +75,7 @@ class Axis:
     computing: int = 0
     shown: bool = False
     closed: bool = False
+    wholes: Wholes = field(default_factory=Wholes)  # those of `Outside`
     position: int = field(init=False)
     _views: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
 
@@ -103,6 +104,7 @@ class Axis:
     def forget_views(self) -> None:
         """Makes new ones from now on, on which nothing is kept that was computed of the values so far."""
         self._views.clear()
+        self.wholes.clear()  # what is changed through `.data` shows in no version
 
     def view_of(self, local: torch.nn.Parameter, layout: Layout) -> SplitTensor:
         """The split tensor of which `local` is this rank's part; one object, under whatever names it is asked for."""
@@ -165,6 +167,8 @@ class Axis:
     def gather_full(self, tensor: SplitTensor) -> torch.Tensor:
         """The whole of a split tensor."""
         layout = tensor.split_as
+        if self.wholes and (whole := self.wholes.of(tensor, tensor)) is not None:
+            return whole
         with without_subclasses():
             opened = opened_at(tensor, layout.dim, layout.outer, layout.sizes[self.position])
             joined = pairs.join(opened, self.group, layout.dim + 1, layout.sizes)
@@ -236,6 +240,8 @@ def compute_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """`func` of full tensors: what is split is gathered."""
     name = name_of_call(func)
     args, kwargs = with_first(args, kwargs)
+    if name in FILES and is_split(args[0]) and args[0].axis.shown:
+        return func(args[0].axis.wholes.to_write(name, args[0]), *args[1:], **kwargs)
     first = args[0] if changes_its_first(name) else None
     if is_split(first) and not (torch.is_grad_enabled() and first.requires_grad):
         return _change_full(func, first, args[1:], kwargs)
@@ -333,6 +339,11 @@ class SplitTensor(torch.Tensor):
             return NotImplemented  # torch asks that class
         with without_subclasses():
             return run(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return compute_shown(
+            torch.Tensor.__reduce_ex__, (self, protocol), {}
+        )  # not as a parameter's, which has a state
 
     def __iter__(self) -> Iterator[torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return iter(self.unbind(0))  # torch's own asks for the number of dims first
