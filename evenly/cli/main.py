@@ -241,6 +241,7 @@ def verify_command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(help="Precision to compare in.")] = "float64",
+    keep_casts: Annotated[bool, typer.Option("--keep-casts", help="Leave casts to float32 as they are.")] = False,
     settings: Settings = [],  # noqa: B006
     json_only: Json = False,
     debug: Debug = False,
@@ -248,9 +249,8 @@ def verify_command(
     """Hold plans against one device, tensor by tensor; exit code 1 if any differs, 3 if rounding hides it."""
     from evenly.cli.verify import run_verify
 
-    raise typer.Exit(
-        run_verify(job, plans, devices=devices, steps=steps, dtype=dtype, settings=settings, json_only=json_only)
-    )
+    asked = {"steps": steps, "dtype": dtype, "settings": settings, "keep_casts": keep_casts, "json_only": json_only}
+    raise typer.Exit(run_verify(job, plans, devices=devices, **asked))  # pyright: ignore[reportArgumentType]
 
 
 @app.command("plan")

@@ -23,7 +23,15 @@ PRELOAD = ["evenly.verify.ranks", "evenly.train.resume", "torch.distributed.pipe
 
 
 def run_verify(
-    job: Path, plans: str, *, devices: int | None, steps: int, dtype: str, settings: list[str], json_only: bool
+    job: Path,
+    plans: str,
+    *,
+    devices: int | None,
+    steps: int,
+    dtype: str,
+    settings: list[str],
+    keep_casts: bool = False,
+    json_only: bool,
 ) -> int:
     """Verifies; returns 0 if every plan is equal, 3 if rounding hides that of some, 1 otherwise."""
     if dtype not in PRECISIONS:
@@ -40,7 +48,7 @@ def run_verify(
         if not json_only:
             print(f"verify {text}", file=sys.stderr, flush=True)
 
-    request = VerifyRequest(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
+    request = VerifyRequest(job, parse_settings(settings), steps, dtype, keep_casts)  # pyright: ignore[reportArgumentType]
     verdict = verify(request, texts, devices=devices, report=report)
     if json_only:
         print(json.dumps(asdict(verdict)))

@@ -9,17 +9,22 @@ model casts to a narrower type moves by a unit of that type (`forward`).
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from evenly.data.nest import tensors_in
+from evenly.errors import EVENLY
 from evenly.torch_private import PRODUCTS, TO_COPY, TorchDispatchMode
 
 Disturbance = Literal["none", "sums", "forward"]
+SAME_BITS: tuple[Any, ...] = (torch.Tensor.view, torch.frombuffer)  # whose type is how bits are read
 STARTS = 1 << 12  # places at which the largest tensor may begin to read what was drawn
 
 
@@ -83,6 +88,40 @@ class Disturber:
         with torch.no_grad():
             for parameter, before in zip(parameters, saved, strict=True):
                 parameter.copy_(before)
+
+
+class LiftedCasts(TorchFunctionMode):
+    """A context manager: within, code that asks torch for float32 gets float64, but for views of the same bits.
+
+    count: how often the number was one of float64. The engine's own calls are as they are.
+    """
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given, named = args, kwargs or {}
+        asked = (
+            func is torch.Tensor.float or torch.float32 in _dtypes(given) or torch.float32 in _dtypes(named.values())
+        )
+        if asked and func not in SAME_BITS and _is_called_outside(inspect.currentframe()):
+            self.count += any(isinstance(one, torch.Tensor) and one.dtype is torch.float64 for one in given)
+            func = torch.Tensor.double if func is torch.Tensor.float else func
+            given = tuple(torch.float64 if one is torch.float32 else one for one in given)
+            named = {name: torch.float64 if one is torch.float32 else one for name, one in named.items()}
+        return func(*given, **named)
+
+
+def _dtypes(values: Iterable[Any]) -> list[torch.dtype]:
+    return [one for one in values if isinstance(one, torch.dtype)]
+
+
+def _is_called_outside(frame: FrameType | None) -> bool:
+    """Whether other code than evenly's has made the call of a `__torch_function__`, which modes of evenly's pass on."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(EVENLY)
 
 
 class _DisturbedResults(TorchDispatchMode):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,7 +29,7 @@ from evenly.train.run import Run, start
 from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
-from evenly.verify.disturb import Disturbance, Disturber
+from evenly.verify.disturb import Disturbance, Disturber, LiftedCasts
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import (
@@ -43,7 +43,7 @@ from evenly.verify.reference import (
     saves,
 )
 from evenly.verify.shorten import shortened, shortened_in_words
-from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, say_shortened
+from evenly.verify.tasks import FURTHER_DRAWS, KEPT_CASTS, LEFT_OUT, FoundInJob, PlanSteps, say_shortened
 from evenly.verify.trajectory import (
     Scalars,
     Trajectory,
@@ -52,8 +52,6 @@ from evenly.verify.trajectory import (
     read_rounding,
     trajectory_folder,
 )
-
-LEFT_OUT = "left out"  # a file in the folder of a reference that had to leave out hooks and loop
 
 
 @looking()
@@ -79,20 +77,20 @@ def write_references(
         job = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
-    short, left_out = shortened(job, steps), ""
+    said: list[str] = []
     if kind == "none":
-        say_shortened(folder, shortened_in_words(short))
+        say_shortened(folder, shortened_in_words(shortened(job, steps)))
 
     def train() -> str:
-        nonlocal left_out
-        keep = partial(keep_reference, kind=kind, draw=draw, device=device)
-        try:
-            keep(short, steps, trajectory_folder(folder, kind, draw), loop=loop_of(path))
-        except OwnCodeError as problem:  # again, without what a plain loop cannot run
-            left_out = f"not verified, and left out: the job's hooks and loop ({problem.asked}: {problem.found})"
-            (folder / LEFT_OUT).touch()
-            again = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
-            keep(without_hooks(shortened(again, steps)), steps, trajectory_folder(folder, kind, draw))
+        def load() -> Job:
+            return with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
+
+        def keep() -> None:
+            again, loop = _job_of(folder, load, path)
+            to = trajectory_folder(folder, kind, draw)
+            keep_reference(shortened(again, steps), steps, to, kind, draw, device=device, loop=loop)
+
+        said.extend(_train_as_can_be(keep, folder, dtype))
         return ""
 
     found = FoundInJob()
@@ -103,7 +101,38 @@ def write_references(
         found = _all_found({"rounding": train})
         looks = {"hidden_state": partial(find_hidden_state, job)} if draw == 1 else {}
     with default_type(dtype):
-        return FoundInJob(unseen=left_out) | found | _all_found(looks)
+        return FoundInJob(unseen="; ".join(said)) | found | _all_found(looks)
+
+
+def _train_as_can_be(train: Callable[[], None], folder: Path, dtype: Precision) -> Iterator[str]:
+    """Call `train`, again without lifted casts, hooks and loop where it fails for them; yield what was done."""
+    while True:
+        casts = lifted_casts(folder, dtype)
+        try:
+            with casts or nullcontext():
+                train()
+            if casts is not None and casts.count:
+                yield "float32 casts of the job are computed in float64 (--keep-casts: as they are)"
+            return
+        except OwnCodeError as problem:
+            yield f"not verified, and left out: the job's hooks and loop ({problem.asked}: {problem.found})"
+            (folder / LEFT_OUT).touch()
+        except Exception as problem:
+            if casts is None:
+                raise
+            yield f"float32 casts are kept: the job fails without ({describe(problem)})"
+            (folder / KEPT_CASTS).touch()
+
+
+def lifted_casts(folder: Path, dtype: Precision) -> LiftedCasts | None:
+    """Return what lifts casts of a job in `dtype`; None where they are kept."""
+    return LiftedCasts() if dtype == "float64" and not (folder / KEPT_CASTS).exists() else None
+
+
+def _job_of(folder: Path, load: Callable[[], Job], path: Path) -> tuple[Job, Loop | None]:
+    """Return a job and its loop; without hooks and loop where the reference in `folder` had to leave them out."""
+    job = load()
+    return (without_hooks(job), None) if (folder / LEFT_OUT).exists() else (job, loop_of(path))
 
 
 def without_hooks(job: Job) -> Job:
@@ -210,10 +239,9 @@ def compare_file(
     path: Path, settings: dict[str, Any], dtype: Precision, part: PlanSteps, steps: int, folder: Path, kind: Disturbance
 ) -> RankComparison:
     """Runs a part of the job of file `path` on this rank and compares it with the trajectory in `folder`."""
-    job = shortened(replace(load_job_on_rank(path, settings), precision=dtype), steps)
-    if (folder / LEFT_OUT).exists():
-        return compare_steps(without_hooks(job), part, steps, folder, kind)
-    return compare_steps(job, part, steps, folder, kind, loop_of(path))
+    with lifted_casts(folder, dtype) or nullcontext():
+        job, loop = _job_of(folder, lambda: replace(load_job_on_rank(path, settings), precision=dtype), path)
+        return compare_steps(shortened(job, steps), part, steps, folder, kind, loop)
 
 
 def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:

@@ -9,6 +9,9 @@ from evenly.plan import PlanSpec
 
 FURTHER_DRAWS = range(2, 8)  # of rounding, where a plan came out different: one draw may miss where a job jumps
 
+# Files in the folder of a reference: where it had to leave out hooks and loop, and where casts to float32 stay.
+LEFT_OUT, KEPT_CASTS = "left out", "kept casts"
+
 
 @dataclass(frozen=True)
 class FoundInJob:

@@ -18,7 +18,7 @@ from evenly.launcher.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, asked_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, said_of_data
+from evenly.verify.tasks import FURTHER_DRAWS, KEPT_CASTS, FoundInJob, PlanSteps, said_of_data
 from evenly.verify.trajectory import measure_rounding
 
 LOOK_EVERY_S = 0.1  # ranks run for a second or two
@@ -47,12 +47,16 @@ class Verification:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What to verify: the job of file `path` with `settings`, for `steps` steps in `dtype`."""
+    """What to verify: the job of file `path` with `settings`, for `steps` steps in `dtype`.
+
+    keep_casts: whether casts to float32 stay where `dtype` is float64.
+    """
 
     path: Path
     settings: dict[str, Any]
     steps: int
     dtype: Precision
+    keep_casts: bool = False
 
 
 def verify(
@@ -114,6 +118,9 @@ class _ReferenceRuns:
         runs: list[tuple[Disturbance, int]] = [(kind, 1)] if folder in self.folders else [("none", 1), (kind, 1)]
         what = "again, with rounding added" if len(runs) == 1 else "a plain loop on one device, twice"
         self._report(f"reference: {what}{_of_microbatch(plan)}")
+        if self._request.keep_casts:
+            folder.mkdir(exist_ok=True)
+            (folder / KEPT_CASTS).touch()
         self._run(plan, folder, runs)
 
     def measure_again(self, plan: PlanSpec, kind: Disturbance) -> bool:
