@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -99,6 +99,29 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
     elif isinstance(arguments, slice):
         yield from tensors_in((arguments.start, arguments.stop, arguments.step))
+
+
+def copied(nest: Any) -> Any:
+    """Return a copy of `nest`; `deepcopy` fails on sparse tensors and separates jagged ones from their lengths."""
+    found = (*(tensor for _, tensor in tensors_by_path(nest)), *hidden_in(nest))
+    odd = [one for one in found if isinstance(one, torch.Tensor) and (one.layout != torch.strided or one.is_nested)]
+    return deepcopy(nest, {id(one): one.detach().clone() for one in odd})
+
+
+PARTS = {
+    torch.sparse_coo: ("indices", "values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+    torch.jagged: ("values", "offsets"),
+}
+
+
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that `tensor` is made of: itself alone, or those of another layout."""
+    if tensor.layout == torch.strided:
+        return [*tensor.unbind()] if tensor.is_nested else [tensor]
+    whole = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+    return [getattr(whole, name)() for name in PARTS.get(tensor.layout, ())]
 
 
 def hidden_in(nest: Any) -> Iterator[Any]:

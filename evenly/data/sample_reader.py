@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 
 from evenly.data.generators import seed
+from evenly.data.nest import copied
 from evenly.data.sampler_order import set_epoch
 from evenly.errors import SampleError, describe
 
@@ -39,7 +40,7 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """The same with a batch of its own: code that runs it may change that in place."""
-        return replace(self, batch=copy.deepcopy(self.batch))
+        return replace(self, batch=copied(self.batch))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from evenly.comm.world import World
-from evenly.engine.build import build_model, check_same_start, refuse_gradient_hooks
+from evenly.engine.build import build_model, check_same_start, refuse_gradient_hooks, refuse_layouts
 from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
@@ -47,6 +47,8 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
                 stack.close()  # the operations of all that follows need not be watched
             refuse_gradient_hooks(modules[0], plan)
             return_freed_memory()  # small blocks, which its constructor has left
+        if plan.devices > 1:
+            refuse_layouts(modules[0], plan)
         if load is not None:
             for module in modules:
                 load(module, init)

@@ -153,6 +153,10 @@ def _check_parameters(model: nn.Module) -> None:
         else:
             continue
         raise UserError(f"training parameter {name}", found, do)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
+            do = "register it with persistent=False if it is made anew each time, or keep its indices and values"
+            raise UserError(f"keeping {name} of the model", f"it is of layout {tensor.layout}, not strided", do)
     if overlapping := find_overlapping(model):
         raise UserError(
             f"training parameter {overlapping[1]}",
@@ -174,6 +178,13 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan, shared: Container[str] =
                 f"parameter {name} has a hook for its gradient, which no rank has whole",
                 "change the loss instead, or use ddp, zero1 or zero2",
             )
+
+
+def refuse_layouts(model: nn.Module, plan: Plan) -> None:
+    """Raise `PlanError` for a buffer of another layout than strided, which ranks cannot compare."""
+    for name, one in model.named_buffers():
+        if one.layout != torch.strided:
+            raise PlanError(f"plan {plan}", f"buffer {name} is of layout {one.layout}", "keep it in an attribute")
 
 
 def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
+from evenly.data.nest import copied
 from evenly.engine.build import build_model
 from evenly.engine.precision import autocast_as_on, place_batch
 from evenly.errors import PlanError, SampleError
@@ -159,7 +159,7 @@ def _codes(
 
     def run(batch: Any) -> Any:
         with autocast_as_on(device, precision):
-            return job.loss(model, copy.deepcopy(batch))  # it may change its batch in place, and runs again
+            return job.loss(model, copied(batch))  # it may change its batch in place, and runs again
 
     return [Code(partial(run, batch), cache_key(batch, sizes=False)) for batch in batches]
 

@@ -22,7 +22,7 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import HeldStream, Loader, Microbatch, microbatches_of_step, share_of_step
-from evenly.data.nest import tensors_by_path
+from evenly.data.nest import strided_parts, tensors_by_path
 from evenly.data.sampler_order import in_words
 from evenly.data.split_streams import held_by, split_path
 from evenly.engine.assemble import roots_of
@@ -209,9 +209,9 @@ def differing_field(ranks: Sequence[Mapping[str, Any]]) -> UserError | None:
 def digest(nest: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
     """The tensors of `nest`: paths, shapes, types and fingerprints."""
     return [
-        (path, tuple(t.shape), str(t.dtype), fingerprint(t))
-        for path, t in tensors_by_path(nest)
-        if t.layout is torch.strided
+        (path, tuple(part.shape), str(part.dtype), fingerprint(part))
+        for path, tensor in tensors_by_path(nest)
+        for part in strided_parts(tensor)
     ]
 
 

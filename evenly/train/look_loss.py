@@ -7,7 +7,6 @@ cannot be cut by samples is not judged: a model that computes the loss itself, o
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import random
@@ -25,7 +24,7 @@ from torch import nn
 
 from evenly.data.generators import undisturbed
 from evenly.data.loader import idle_ranks
-from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.data.nest import copied, map_tensors, tensors_by_path
 from evenly.engine.executor import LossFunction
 from evenly.engine.step_totals import as_loss
 from evenly.errors import JobWarning
@@ -65,7 +64,7 @@ class FirstLoss:
         if self._called:
             return self.loss(model, batch)
         self._called = True
-        kept = copy.deepcopy(batch)  # a loss may take entries out of it, or write into it
+        kept = copied(batch)  # a loss may take entries out of it, or write into it
         with torch.compiler.set_stance("force_eager"), _outputs_of(model) as outputs:  # hooks are in no graph
             found = self.loss(model, batch)
         with suppress(Exception), _nothing_drawn(outputs):
@@ -268,7 +267,7 @@ def _result(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int
     with torch.enable_grad():
         leaves = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), outputs)
         model = _StandIn(map_tensors(torch.clone, leaves))  # a loss may write into them
-        found = as_loss(loss(cast("nn.Module", model), copy.deepcopy(batch)), samples)
+        found = as_loss(loss(cast("nn.Module", model), copied(batch)), samples)
         inputs = [t for _, t in tensors_by_path(leaves) if t.requires_grad]
         gradients = torch.autograd.grad(found.total, inputs, allow_unused=True, materialize_grads=True)
     return _Result(float(found.total.detach()), float(found.added_weight), [*gradients])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from evenly.data.loader import microbatches_of_step
-from evenly.data.nest import tensors_by_path
+from evenly.data.nest import strided_parts, tensors_by_path
 from evenly.data.stream import stream_key
 from evenly.job import Job
 from evenly.verify.reference import build_model
@@ -104,9 +104,9 @@ def _read(job: Job, number: int) -> tuple[int, Any]:
 def _digest(nest: Any) -> bytes:
     """Equal for nests of the same tensors, to the bit."""
     digest = blake2b(digest_size=16)
-    for path, tensor in tensors_by_path(nest):
+    for path, tensor in ((path, part) for path, one in tensors_by_path(nest) for part in strided_parts(one)):
         digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.layout == torch.strided and not tensor.is_meta:
+        if not tensor.is_meta:
             data = tensor.detach().cpu().contiguous()
             digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     return digest.digest()

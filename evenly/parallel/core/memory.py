@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from evenly.data.nest import tensors_in
-from evenly.torch_private import TorchDispatchMode, is_fake, without_subclasses
+from evenly.torch_private import TorchDispatchMode, has_memory, is_fake, without_subclasses
 
 Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
 
@@ -135,16 +135,16 @@ class MemoryCounter(TorchDispatchMode):
 
     def _numbers(self, nest: Any) -> set[int]:
         """The devices of the counted tensors of `nest`; numbers (scalar tensors) go with any device."""
-        found = (self._allocations.get(id(t.untyped_storage())) for t in tensors_in(nest) if t.dim() > 0)
+        counted = (t for t in tensors_in(nest) if has_memory(t) and t.dim() > 0)
+        found = (self._allocations.get(id(t.untyped_storage())) for t in counted)
         return {one.number for one in found if one is not None}
 
     def _hold(self, tensor: torch.Tensor, number: int) -> _Allocation | None:
         if is_fake(type(tensor)):  # made of nothing, as a stage makes forms: no memory
             return None
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        if not has_memory(tensor):
             return None
+        storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._allocations:
             allocation = self._allocations[key] = _Allocation(number, self.category, storage.nbytes())

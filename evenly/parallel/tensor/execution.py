@@ -91,6 +91,14 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     return mark(result, layout.at(result.dim() + layout.dim), axis)
 
 
+def cast(func: Any, tensor: T, *args: Any, **kwargs: Any) -> Any:
+    """Return `tensor`, split as it is, in the type of the others, whose split is no matter."""
+    result = func(tensor, *args, **kwargs)
+    if not is_split(tensor):
+        return result
+    return tensor.axis.split(result, tensor.split_as) if isinstance(result, T) else NotImplemented
+
+
 def in_place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What is changed must be split as the result is; the result is it."""
     if not is_split(args[0]):

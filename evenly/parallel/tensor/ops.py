@@ -68,14 +68,14 @@ POINTWISE = """
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
-# Of the first tensor; others say a type.
+# Of one tensor.
 UNARY = """
     abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos
     atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logit sign sgn floor ceil round trunc frac
     relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
     tanhshrink hardshrink softshrink threshold __neg__ __pos__ __abs__ __invert__ positive bitwise_not logical_not
     isnan isinf isfinite nan_to_num real detach clone contiguous
-    to type type_as float double half bfloat16 int long short bool byte char cpu cuda
+    float double half bfloat16 int long short bool byte char cpu cuda
     zeros_like ones_like empty_like full_like fill
 """
 # Of positions, from dim 2 on.
@@ -90,6 +90,7 @@ IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ _
 _OPS: dict[str, Op] = {
     **_table(p.pointwise, e.elementwise, POINTWISE),
     **_table(p.pointwise_unary, e.elementwise, UNARY),
+    **_table(p.pointwise_unary, e.cast, "to type type_as"),  # others say a type
     **_table(p.pointwise_unary, e.dropout, "dropout"),
     **_table(p.pointwise_unary, e.EXPAND, "expand broadcast_to"),
     **_table(p.pointwise_unary, e.expand_as, "expand_as"),
