@@ -2,7 +2,7 @@
 
 The outputs of the model are kept; the loss is then called with those of either half of the samples, by a stand-in for
 the model that returns them. So no forward is run again, and neither dropout nor BatchNorm makes a difference. What
-cannot be cut by samples is not judged: a model that computes the loss itself, outputs of other dims.
+cannot be cut by samples is not judged: a model that computes the loss itself, a batch of other dims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from math import isfinite
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -257,7 +256,13 @@ def _halves_add_up(
     loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int, whole: _Result, *, adjacent: bool
 ) -> bool:
     halves = [slice(0, samples // 2), slice(samples // 2, samples)]
-    cut = [_rows((batch, outputs, whole.gradients), samples, half, adjacent=adjacent) for half in halves]
+    cut = [
+        (
+            _rows(batch, samples, half, adjacent=adjacent),
+            *_rows((outputs, whole.gradients), samples, half, adjacent=adjacent, shared=True),
+        )
+        for half in halves
+    ]
     sizes = [half.stop - half.start for half in halves]
     parts = [_result(loss, one[0], one[1], size) for one, size in zip(cut, sizes, strict=True)]
     return not _differ(whole, parts, [one[2] for one in cut])
@@ -280,19 +285,25 @@ def _differ(whole: _Result, parts: Sequence[_Result], expected: Sequence[list[to
         values = [getattr(part, number) for part in parts]
         if abs(getattr(whole, number) - sum(values)) > tolerance * sum(map(abs, values)):
             return True
-    pairs = [*zip(chain(*expected), chain.from_iterable(part.gradients for part in parts), strict=True)]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for place, gradient in enumerate(whole.gradients):
+        rows, own = [one[place] for one in expected], [part.gradients[place] for part in parts]
+        shared = rows[0].shape == gradient.shape  # of all samples
+        pairs += [(gradient, torch.stack(own).sum(0))] if shared else zip(rows, own, strict=True)
     norm = sum(float(rows.double().square().sum()) for rows, _ in pairs) ** 0.5
     return sum(float((rows - own).double().square().sum()) for rows, own in pairs) ** 0.5 > tolerance * norm
 
 
-def _rows(nest: Any, samples: int, part: slice, *, adjacent: bool) -> Any:
+def _rows(nest: Any, samples: int, part: slice, *, adjacent: bool, shared: bool = False) -> Any:
     """The rows of the samples `part` in every tensor; adjacent: whether those of one sample are, where it has several.
 
-    Raises `NotBySamples`.
+    A number stays; shared: so does a tensor without rows of samples. Raises `NotBySamples`.
     """
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % samples:
+        if tensor.dim() == 0 or (shared and len(tensor) % samples):
+            return tensor
+        if len(tensor) == 0 or len(tensor) % samples:
             raise NotBySamples
         if adjacent:
             return tensor.unflatten(0, (samples, -1))[part].flatten(0, 1)

@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ import evenly
 from evenly.errors import JobWarning
 from evenly.train.look_loss import FirstLoss, may_remember, warn_of_batch_norm
 from evenly.train.loop import unit_of
+from evenly.verify.additive import loss_not_additive
 
 SAMPLES, CLASSES = 9, 3
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
@@ -240,3 +242,83 @@ def test_a_loss_may_write_into_its_batch() -> None:
     before = batch["y"].clone()
     assert "no mean over samples" in note_of(loss, batch=batch)
     assert torch.equal(batch["y"], (before + 1) % CLASSES)
+
+
+# --- each warning of the guide, for outputs of several shapes ---------------------------------------------
+
+
+class Shaped(nn.Module):
+    """Two features of each sample, beside what belongs to no sample."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.norm, self.scale, self.centres = nn.BatchNorm1d(4), nn.Parameter(torch.tensor(1.3)), torch.ones(5, 6)
+        self.shape = shape
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b = F.normalize(self.one(x), dim=-1), F.normalize(self.other(x), dim=-1)
+        if self.shape == "plain":
+            return a * self.scale.exp(), b
+        if self.shape == "without dims":
+            return a, b, self.scale.exp()
+        if self.shape == "dict":
+            return {"a": a, "b": b, "scale": self.scale.exp(), "aux": 0 * self.scale}
+        return a, b, self.scale.exp() * torch.eye(6).to(a)[:5], self.scale.exp()  # rows that are no samples
+
+
+SHAPES = ["plain", "without dims", "dict", "other rows"]
+
+
+def features(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b, *rest = found.values() if isinstance(found, dict) else found
+    return a * rest[0] if rest and rest[0].dim() == 0 else a @ rest[0].T @ rest[0] if rest else a, b
+
+
+def of_pairs(model: Any, batch: Any) -> torch.Tensor:
+    a, b = features(model(batch["x"]))
+    targets = torch.arange(len(a))
+    return (F.cross_entropy(a @ b.T, targets) + F.cross_entropy(b @ a.T, targets)) / 2
+
+
+def of_samples(model: Any, batch: Any) -> torch.Tensor:
+    a, b = features(model(batch["x"]))
+    return F.cross_entropy(a * b, batch["y"])
+
+
+def a_sum(model: Any, batch: Any) -> evenly.Loss:
+    a, b = features(model(batch["x"]))
+    return evenly.Loss(F.cross_entropy(a * b, batch["y"]), len(a))  # a mean for a sum
+
+
+def ignoring(model: Any, batch: Any) -> torch.Tensor:
+    a, b = features(model(batch["x"]))
+    return (a * b).square().sum(-1, keepdim=True).mul(batch["labels"] != -100).mean()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(of_pairs, "no mean over samples"), (a_sum, "does not add up"), (ignoring, "ignored targets"), (of_samples, "")],
+)
+def test_warnings_do_not_depend_on_the_shape_of_outputs(loss: Callable[[Any, Any], Any], said: str, shape: str) -> None:
+    labels = torch.arange(SAMPLES * 3).view(SAMPLES, 3).tril()
+    labels[labels == 0] = -100
+    batch = a_batch() | ({"labels": labels} if loss is ignoring else {})
+    note = note_of(loss, Shaped(shape), batch)
+    assert said in note and (note == "") == (said == "")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_norm_is_named_whatever_the_shape_of_outputs(shape: str) -> None:
+    with pytest.warns(JobWarning, match="BatchNorm"):
+        warn_of_batch_norm(classifier_job(microbatch=None, global_batch=10), Shaped(shape), 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_verify_notes_a_loss_of_pairs_whatever_the_shape_of_outputs(shape: str) -> None:
+    samples = [{"x": x, "y": y} for x, y in zip(*a_batch().values(), strict=True)]
+    job = classifier_job(model=lambda: Shaped(shape), data=samples, eval_data=None, precision="float64", global_batch=9)
+    assert "depend on the others" in loss_not_additive(replace(job, loss=of_pairs))
+    assert loss_not_additive(replace(job, loss=of_samples)) == ""
