@@ -329,7 +329,18 @@ def test_only_comm_calls_collectives() -> None:
 
 
 # Private names that are not torch's: Python's own, and those of a tuple with names.
-FOREIGN = ("_current_frames", "_getframe", "_exit", "_replace", "_asdict", "_fields", "_forkserver", "_forkserver_pid")
+FOREIGN = (
+    "_accelerator_connector",
+    "_devices_flag",
+    "_current_frames",
+    "_getframe",
+    "_exit",
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_forkserver",
+    "_forkserver_pid",
+)
 # Keys of a config.json and names that this package gives to what it finds under them.
 GIVEN = ("_name_or_path", "_remove_final_layer_norm", "_evenly_entered", "_evenly_multiplied")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dis
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from evenly.bridges.epochs import EveryEpoch
+from evenly.data.generators import undisturbed, undisturbed_past_torch
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError
 from evenly.job import Job, Loss, Precision
@@ -48,20 +50,28 @@ def from_lightning(
     *,
     steps: int | None = None,
 ) -> Job:
-    """The job that `trainer.fit(module, data)` would train on one device.
+    """The job that `trainer.fit(module, data)` would train.
 
     data:    a LightningDataModule, or a DataLoader for training; None: the module's own.
-    trainer: its max_steps or max_epochs, accumulate_grad_batches, gradient_clip_val and precision count.
+    trainer: its max_steps or max_epochs, accumulate_grad_batches, gradient_clip_val and precision count; and devices
+             that were stated, of which each has one of the loader's batches in a step. A warning names their plan.
     steps:   of the run, where no trainer tells that.
 
     Raises `UserError` that names everything which cannot be carried over.
     """
     train, validation = _loaders(module, data)
     problems = [*_problems(module), *_trainer_problems(trainer), *_loader_problems(train, validation)]
+    problems += [] if data is None or isinstance(data, DataLoader) else _hook_problems(data)
+    problems += [] if problems or validation is None else _evaluation_problems(module, validation)
     if problems:
         asked = f"a job of the module {type(module).__name__}"
         raise UserError(asked, "; ".join(problems), "leave these out, or write the job by hand")
-    accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
+    accumulated = 1 if trainer is None else trainer.accumulate_grad_batches * _wished_devices(trainer)
+    if accumulated > 1 and (devices := _wished_devices(trainer)) > 1:
+        wish = f"the Trainer's devices={devices} and {type(trainer.strategy).__name__}"  # type: ignore[union-attr]
+        plan = PLANS.get(type(trainer.strategy).__name__, "auto")  # type: ignore[union-attr]
+        step = f"a step has {devices} batches of the loader's, on any number of devices"
+        warnings.warn(f"evenly.from_lightning: {wish} are --devices {devices} --plan {plan} here; {step}", stacklevel=2)
     microbatch = int(train.batch_size or 1)
     per_epoch = math.ceil(len(train.dataset) / (microbatch * accumulated))  # type: ignore[arg-type]
     count = steps or _steps(trainer, per_epoch)
@@ -237,17 +247,41 @@ def _problems(module: LightningModule) -> Iterator[str]:
 
     if not module.automatic_optimization:
         yield "automatic_optimization is False: its step updates by itself"
-    for name in (*HOOKS, *(name for name in dir(LightningModule) if name.startswith("on_"))):
-        if getattr(type(module), name) is not getattr(LightningModule, name):
-            yield f"it has a hook {name}, which only a Trainer calls"
+    yield from _hook_problems(module)
     for name in ("training_step", "validation_step"):
         step = getattr(type(module), name)
         if step is not getattr(LightningModule, name):
             yield from _step_problems(name, step)
 
 
+def _hook_problems(source: LightningModule | LightningDataModule) -> Iterator[str]:
+    base = next(one for one in type(source).__mro__ if one.__module__.startswith("lightning"))
+    for name in (*HOOKS, *(name for name in dir(base) if name.startswith("on_"))):
+        if getattr(type(source), name, None) is not getattr(base, name, None):
+            yield f"{type(source).__name__} has a hook {name}, which only a Trainer calls"
+
+
+def _evaluation_problems(module: LightningModule, validation: DataLoader[Any]) -> Iterator[str]:
+    """Yield why the loss of the first validation batch cannot be told."""
+    model = LightningSteps(copy.deepcopy(module)).eval()
+    try:
+        with torch.no_grad(), undisturbed(), undisturbed_past_torch():
+            lightning_loss(model, next(iter(validation)))
+    except UserError as problem:
+        yield f"{problem.asked}: {problem.found}"
+    except Exception:  # of a step that runs on a GPU alone, say: an evaluation says it
+        return
+
+
 # What a Lightning trainer has by itself, in whose place `evenly run` has its screen and its checkpoints.
-OWN_CALLBACKS = ("TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary", "ModelCheckpoint")
+OWN_CALLBACKS = (
+    "LearningRateMonitor",
+    "TQDMProgressBar",
+    "RichProgressBar",
+    "ModelSummary",
+    "RichModelSummary",
+    "ModelCheckpoint",
+)
 WHOLE_EPOCHS = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0}
 
 
@@ -264,6 +298,16 @@ def _trainer_problems(trainer: Any) -> Iterator[str]:
     others = [type(callback).__name__ for callback in trainer.callbacks]
     if others := [name for name in others if name not in OWN_CALLBACKS]:
         yield f"the trainer's callbacks {', '.join(others)}"
+
+
+PLANS = {"DDPStrategy": "ddp", "FSDPStrategy": "zero3", "DeepSpeedStrategy": "zero2", "ModelParallelStrategy": "tp"}
+
+
+def _wished_devices(trainer: Any) -> int:
+    """Return the devices that a Trainer was told to train on; 1 where it takes those that it finds."""
+    if trainer is None or getattr(trainer._accelerator_connector, "_devices_flag", "auto") in ("auto", -1, "-1"):
+        return 1
+    return trainer.num_devices * trainer.num_nodes
 
 
 def _epochs_between_evaluations(trainer: Any) -> int:

@@ -299,10 +299,12 @@ def _precision(trainer: Any) -> Precision:
 def _problems(trainer: Any) -> Iterator[str]:
     """What cannot be carried over."""
     args = trainer.args
-    for method in LOOP:
+    inputs = [name for name in dir(trainer) if "prepare_input" in name or name == "get_batch_samples"]
+    for method in (*LOOP, *inputs):
         owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
-        if owner.__module__.partition(".")[0] not in LIBRARIES:
-            yield f"its class {owner.__name__} has a {method} of its own, and that loop does not run"
+        if owner.__module__.partition(".")[0] not in (LIBRARIES[:1] if method in inputs else LIBRARIES):
+            makes = " (which makes the loss's inputs, generates samples, say)" if method in inputs else ""
+            yield f"its class {owner.__name__} has a {method} of its own{makes}, and that loop does not run"
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     elif not hasattr(trainer.train_dataset, "__len__"):

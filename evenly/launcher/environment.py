@@ -368,7 +368,8 @@ def become_environment(variables: Mapping[str, str], place: Mapping[str, str]) -
 @contextmanager
 def without_ranks() -> Generator[None]:
     """Within, the environment tells of no other rank: libraries of a job (accelerate) would connect to them."""
-    names = (*RANK_VARIABLES[1:], *OPEN_MPI, *PMI, "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
+    of_slurm = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
+    names = (*RANK_VARIABLES[1:], "TORCHELASTIC_RUN_ID", *OPEN_MPI, *PMI, *of_slurm)
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

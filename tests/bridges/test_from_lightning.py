@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning_job import BATCH, SAMPLES, Classifier, Rows, make_trainer
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 from verified import verified
@@ -15,6 +16,7 @@ from verified import verified
 import evenly
 from evenly.bridges.epochs import EveryEpoch
 from evenly.errors import UserError
+from evenly.launcher.environment import RANK_VARIABLES, without_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -148,3 +150,77 @@ def test_loaders_and_lengths_that_are_not_known_are_refused() -> None:
         evenly.from_lightning(Classifier(), rows)
     assert evenly.from_lightning(Classifier(), DataLoader(rows.rows, batch_size=4), steps=9).steps == 9
     assert evenly.from_lightning(Classifier(), rows, make_trainer(accumulate_grad_batches=2)).global_batch == 2 * BATCH
+
+
+def rows_in_order(batch: int, epochs: int) -> list[Any]:
+    rows = Rows()
+    rows.setup("fit")
+    x, y = rows.rows.tensors
+    return [(x[first : first + batch], y[first : first + batch]) for first in range(0, SAMPLES, batch)] * epochs
+
+
+@pytest.mark.parametrize(("devices", "strategy", "plan"), [(2, "auto", "ddp"), (3, "ddp", "ddp")])
+def test_a_trainer_for_several_devices_moves_over(
+    devices: int, strategy: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a rank, whose launcher has left its marks; a step has a batch of the loader's for each of these devices."""
+    for name in ("TORCHELASTIC_RUN_ID", *RANK_VARIABLES):
+        monkeypatch.setenv(name, "1")
+    with without_ranks(), pytest.warns(UserWarning, match=f"are --devices {devices} --plan {plan} here; a step has"):
+        trainer = make_trainer(devices=devices, strategy=strategy)
+        job = evenly.from_lightning(Classifier("step"), Rows(), trainer)
+    for name in ("TORCHELASTIC_RUN_ID", *RANK_VARIABLES):
+        monkeypatch.delenv(name)
+    assert (job.global_batch, job.microbatch, job.steps) == (
+        devices * BATCH,
+        BATCH,
+        3 * -(-SAMPLES // (devices * BATCH)),
+    )
+    net = Classifier("step").double()
+    optimizer, schedule = (
+        (configured := net.configure_optimizers())["optimizer"],
+        configured["lr_scheduler"]["scheduler"],
+    )
+    for x, y in rows_in_order(devices * BATCH, 3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x.double()), y).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7)
+        optimizer.step()
+        schedule.step()
+    with evenly.start(replace(job, precision="float64")) as run:
+        for batch in run.batches():
+            run.step(batch)
+        for name, tensor in net.state_dict().items():
+            torch.testing.assert_close(run.model.state_dict()[f"module.{name}"], tensor, rtol=1e-9, atol=1e-12)
+
+
+class MetricOnly(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+
+class Keeping(Classifier):
+    def on_save_checkpoint(self, checkpoint: Any) -> None: ...
+
+
+class Shifting(Rows):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 1, batch[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        (MetricOnly, Rows, "validation_step: it returns no loss, and it logs accuracy"),
+        (Keeping, Rows, "Keeping has a hook on_save_checkpoint"),
+        (Classifier, Shifting, "Shifting has a hook on_after_batch_transfer"),
+    ],
+)
+def test_what_an_evaluation_or_a_save_would_meet_is_refused_at_once(module: Any, data: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        evenly.from_lightning(module(), data(), make_trainer())
+
+
+def test_a_monitor_of_rates_is_the_run_s_own() -> None:
+    trainer = make_trainer(callbacks=[LearningRateMonitor()])
+    assert evenly.from_lightning(Classifier(), Rows(), trainer).global_batch == BATCH

@@ -260,3 +260,23 @@ def test_predictions_of_several_lengths_are_padded_as_transformers_pads_them() -
     assert [array.shape for array in whole] == [(3, 5, 4), (3,)]
     assert np.array_equal(whole[0][0, 3:], np.full((2, 4), -100.0))
     assert np.array_equal(whole[0][2], np.ones((5, 4)))
+
+
+class Generating(Trainer):
+    """Makes its inputs itself, as those of trl that sample completions."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return {**super()._prepare_inputs(inputs), "more": 1}
+
+
+class Recounting(Trainer):
+    def get_batch_samples(self, *args: Any) -> Any:
+        return super().get_batch_samples(*args)
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Generating, "_prepare_inputs"), (Recounting, "get_batch_samples")])
+def test_a_trainer_that_makes_inputs_in_its_loop_is_refused(kind: Any, method: str, tmp_path: Path) -> None:
+    trainer = classifier_trainer(tmp_path)
+    trainer.__class__ = kind
+    with pytest.raises(UserError, match=f"{kind.__name__} has a {method} of its own .which makes the loss's inputs"):
+        evenly.from_trainer(trainer)
