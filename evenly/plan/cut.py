@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from math import inf
-from operator import add
 from typing import NamedTuple
 
 from evenly.errors import PlanError
@@ -54,9 +55,9 @@ def cut(
     memory:        what every stage has to fit into.
 
     The largest cost of a stage is as small as can be, by dynamic programming over all cuts; among such cuts the sum of
-    squares is least, then the first stages have fewest blocks. Every stage is judged by itself, with several stages per
-    rank too: stages of equal cost are equal ranks, and each stage works on a different microbatch at the same time,
-    so that the slowest sets the pace.
+    squares is least, then the first stages have fewest blocks. Of n blocks n log n parts are looked at for each stage.
+    Every stage is judged by itself, with several stages per rank too: stages of equal cost are equal ranks, and each
+    stage works on a different microbatch at the same time, so that the slowest sets the pace.
 
     Raises `PlanError` where there are fewer blocks than stages, or where nothing fits: it names the stage that takes
     most beyond its limit in the cut where that is least.
@@ -69,23 +70,22 @@ def cut(
         )
     cost = _sums(costs, parts, before, after)
     fits = _fits(memory, parts)
-    slowest, _ = _best(len(costs), parts, lambda part: cost(part) if fits(part) else inf, max)
+    slowest, _ = _least_largest(len(costs), parts, lambda part: cost(part) if fits(part) else inf)
     if memory and slowest == inf:
         raise _too_large(len(costs), parts, memory)
-
-    def square(part: BlockRange) -> float:
-        return cost(part) ** 2 if fits(part) and cost(part) <= slowest else inf
-
-    return _best(len(costs), parts, square, add)[1]
+    return _most_even(len(costs), parts, cost, lambda part: fits(part) and cost(part) <= slowest)
 
 
 def _sums(values: Sequence[float], parts: int, before: float, after: float) -> Score:
-    """What a part has of `values`, which are given per block."""
-    sums = [[0, *accumulate(values[first:])] for first in range(len(values))]
+    """What a part has of `values`, which are given per block; exact, so that equal parts are: in a unit of its own."""
+    ratios = [one.as_integer_ratio() for one in (*values, before, after)]
+    unit = max(denominator for _, denominator in ratios)  # each a power of two
+    *each, first, last = (numerator * (unit // denominator) for numerator, denominator in ratios)
+    sums = [0, *accumulate(each)]
 
-    def of_part(part: BlockRange) -> float:
-        ends = before * (part.stage == 0) + after * (part.stage == parts - 1)
-        return sums[part.first][part.end - part.first] + ends
+    def of_part(part: BlockRange) -> int:
+        ends = first * (part.stage == 0) + last * (part.stage == parts - 1)
+        return sums[part.end] - sums[part.first] + ends
 
     return of_part
 
@@ -108,23 +108,79 @@ def _beyond(memory: Memory, parts: int) -> Score:
     return lambda part: taken(part) - memory.limit_bytes[part.stage]
 
 
-def _best(blocks: int, parts: int, score: Score, join: Callable[[float, float], float]) -> tuple[float, Counts]:
-    """The least score of a cut, joined over its parts, and how many blocks each of these has."""
-    best: dict[int, tuple[float, Counts]] = {blocks: (0.0, ())}  # of the stages that follow, by their first block
+def _least_largest(blocks: int, parts: int, score: Score) -> tuple[float, Counts]:
+    """The least that the largest score of a part can be, and how many blocks each has. A part's score grows with it."""
+    following: dict[int, float] = {blocks: 0}  # of the stages that follow, by their first block
+    ends: list[dict[int, int]] = []  # of each stage from the last on, by its first block
     for stage in reversed(range(parts)):
-        following, best = best, {}
+        best: dict[int, float] = {}
+        ends.append({})
+        nearest: list[int] = []  # ends, the last one nearest; each leaves less to follow than all that are nearer
+        for first in reversed(range(stage, blocks - parts + stage + 1)):
+            if first + 1 in following:
+                while nearest and following[nearest[-1]] >= following[first + 1]:
+                    nearest.pop()
+                nearest.append(first + 1)
+            # From one to the next the own score grows, and what follows gets less: the best is where they meet.
+            own, places = partial(_of_range, score, stage, first), range(-1, -1 - len(nearest), -1)
+            meet = bisect_left(places, True, key=lambda at: own(nearest[at]) >= following[nearest[at]])
+            choices = [nearest[at] for at in places[max(meet - 1, 0) : meet + 1]]
+            best[first] = most = min(max(own(end), following[end]) for end in choices)
+            at = bisect_left(places, True, key=lambda at: following[nearest[at]] <= most)
+            ends[-1][first] = nearest[places[at]]
+        following = best
+    return following[0], _counts(ends)
+
+
+def _of_range(score: Score, stage: int, first: int, end: int) -> float:
+    return score(BlockRange(stage, first, end))
+
+
+def _most_even(blocks: int, parts: int, score: Score, allowed: Callable[[BlockRange], bool]) -> Counts:
+    """How many blocks each part has where the sum of squares of the scores is least; of equals the first have fewest.
+
+    A part within an allowed one is allowed. So the best end never lies further back for a later first block, and half
+    of the first blocks bounds the ends of the other half.
+    """
+    following: dict[int, float] = {blocks: 0}
+    ends: list[dict[int, int]] = []
+    for stage in reversed(range(parts)):
+        columns, rows, last = sorted(following), list[tuple[int, int, int]](), 0
         for first in range(stage, blocks - parts + stage + 1):
-            best[first] = min(
-                (join(score(BlockRange(stage, first, end)), rest), (end - first, *counts))
-                for end, (rest, counts) in following.items()
-                if end > first
-            )
-    return best[0]
+            last = max(last, first)
+            while last < columns[-1] and allowed(BlockRange(stage, first, last + 1)):
+                last += 1
+            low, high = bisect_left(columns, first + 1), bisect_right(columns, last)
+            rows += [(first, low, high)] * (low < high)
+        best: dict[int, float] = {}
+        ends.append({})
+        waiting = [(0, len(rows), 0, len(columns))]
+        while waiting:
+            begin, end, least, most = waiting.pop()
+            if begin < end:
+                middle = (begin + end) // 2
+                first, low, high = rows[middle]
+                choices = columns[max(low, least) : min(high, most)]
+                best[first], at = min(
+                    (score(BlockRange(stage, first, one)) ** 2 + following[one], one) for one in choices
+                )
+                ends[-1][first] = at
+                column = bisect_left(columns, at)
+                waiting += [(begin, middle, least, column + 1), (middle + 1, end, column, most)]
+        following = best
+    return _counts(ends)
+
+
+def _counts(ends: Sequence[dict[int, int]]) -> Counts:
+    found = [0]
+    for of_stage in reversed(ends):
+        found.append(of_stage[found[-1]])
+    return tuple(end - begin for begin, end in pairwise(found))
 
 
 def _too_large(blocks: int, parts: int, memory: Memory) -> PlanError:
     beyond = _beyond(memory, parts)
-    _, counts = _best(blocks, parts, beyond, max)
+    _, counts = _least_largest(blocks, parts, beyond)
     worst = max(map(BlockRange, range(parts), accumulate(counts, initial=0), accumulate(counts)), key=beyond)
     limit = memory.limit_bytes[worst.stage]
     return PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 from hypothesis import given
@@ -78,3 +79,14 @@ def test_sizes_stay(steps: list[tuple[list[int], list[int], object]]) -> None:
                     factors.unite(dim, same, "united")
         factors.unite([a for part in parts for a in part], [a for part in other for a in part], "united")
     assert all(prod(sizes(factors, dim)) == size for dim, size in dims)
+
+
+def test_a_chain_of_unions_of_any_length_is_followed() -> None:
+    """A module that adds thousands of parameters one after the other unites each with what came before."""
+    factors = DimFactors()
+    chain = [factors.new(8) for _ in range(5_000)]
+    for one, other in pairwise(chain):
+        factors.unite(one, other, "")
+    assert {factors.now(one) for one in chain} == {factors.now(chain[0])}
+    factors.unite(chain[0], (*factors.new(2), *factors.new(4)), "")
+    assert all(len(factors.now(one)) == 2 for one in chain)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from cProfile import Profile
 from itertools import combinations, pairwise
+from pstats import Stats
 from random import Random
 
 import pytest
@@ -92,3 +94,15 @@ def test_a_stage_that_fits_nowhere_is_named_with_its_bytes() -> None:
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(PlanError, match="every stage needs a block"):
         cut([1, 2], 3)
+
+
+def test_the_work_grows_hardly_faster_than_the_blocks() -> None:
+    def calls(blocks: int) -> int:
+        profile = Profile()
+        limits = Memory(
+            weight_bytes=[3] * blocks, activation_bytes=[1] * blocks, in_flight=[2] * 8, limit_bytes=[blocks] * 8
+        )
+        assert sum(profile.runcall(cut, [0.1] * blocks, 8, after=9.0, memory=limits)) == blocks
+        return Stats(profile).total_calls  # type: ignore[attr-defined]
+
+    assert calls(1_000) < 6 * calls(250)

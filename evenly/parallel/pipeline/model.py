@@ -333,6 +333,7 @@ class StagedModel:
         self.needs = Needs()
         self.by_path: dict[tuple[Hashable, ...], StagePlan] = {}  # of what was met in training
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
+        self._names: dict[int, list[str]] = {}  # of the tensors in a dict of a module, by its id
         self._own_views: dict[int, list[ViewedParameters]] = {}  # as `own_views`
         self.blocks = find_blocks(model)
         # Runs after the hooks that gather parameters, which are always prepended.
@@ -379,8 +380,7 @@ class StagedModel:
 
     def names_in(self, module: nn.Module) -> set[str]:
         """The names of the stage tensors of `module` and its children."""
-        inside = dicts_in(module)
-        return {one.name for views, _, one in self._places if id(views) in inside}
+        return {name for inside in dicts_in(module) for name in self._names.get(inside, ())}
 
     def keep_stages(self, stage_plan: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
         """Frees all tensors but those of the stages `own`; returns placeholders for the freed ones, by name.
@@ -407,6 +407,7 @@ class StagedModel:
             return
         views = viewed_tensors(module, kind, strict=True)
         self._places += [(views, name, one) for name, one in mine.items()]
+        self._names[id(views)] = [one.name for one in mine.values()]
 
         def view(name: str, _: torch.Tensor | None) -> torch.Tensor | None:
             if self.running is None or name not in mine:

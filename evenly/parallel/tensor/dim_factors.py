@@ -34,14 +34,22 @@ class DimFactors:
 
     def now(self, dim: Iterable[int]) -> Dim:
         """The factors that `dim` consists of by now."""
-        found: list[int] = []
+        became, found = self._became, list[int]()
         for factor in dim:
-            if self._became[factor]:
-                self._became[factor] = self.now(self._became[factor])
-                found.extend(self._became[factor])
-            else:
-                found.append(factor)
+            if became[factor]:
+                self._settle(factor)
+            found.extend(became[factor] or (factor,))
         return tuple(found)
+
+    def _settle(self, factor: int) -> None:
+        """Notes for `factor`, and all that it became on the way, what they consist of by now."""
+        became, waiting = self._became, [factor]
+        while waiting:
+            own = became[waiting[-1]]
+            on_the_way = [one for one in own if any(became[part] for part in became[one])]
+            waiting.extend(on_the_way)
+            if not on_the_way:
+                became[waiting.pop()] = tuple(part for one in own for part in became[one] or (one,))
 
     def length(self, dim: Iterable[int]) -> int:
         """The product of the factors' sizes."""

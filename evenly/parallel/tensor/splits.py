@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import inf
+from typing import Any
 
 from evenly.errors import PlanError
 from evenly.parallel.tensor.dim_factors import Dim
@@ -115,6 +117,10 @@ class _SplitSearch:
             for at, sums in self.graph.partial_sums.items()
         }
         self.calls_of = self._calls_by_factor()
+        self.with_factor: dict[int, dict[int, None]] = {}  # the used parameters that have it, in order
+        for index in (one for one in self.parameters if one in self.used):
+            for factor in chain.from_iterable(self.dims[index]):
+                self.with_factor.setdefault(factor, {})[index] = None
 
     def groups(self) -> list[SplitGroup]:
         """Single factors by their first parameter, then pairs."""
@@ -131,16 +137,17 @@ class _SplitSearch:
         """Parameter -> those that no call takes and that differ by one number in the name: of an expert or a layer that
         other numbers choose.
         """
-        values = self.trace.values
-        seen = [values[index] for index in self.parameters if index in self.used]
+        first: dict[Any, int] = {}
         alike: dict[str, list[int]] = {}
-        for index in self.parameters:
+        for index in sorted(self.parameters, key=lambda one: one not in self.used):  # those first that calls take
+            value = self.trace.values[index]
+            parts = value.name.split(".")
+            keys = [(value.shape, *parts[:at], "", *parts[at + 1 :]) for at, one in enumerate(parts) if one.isdigit()]
             if index in self.used:
-                continue
-            for one in seen:
-                if one.shape == values[index].shape and _differ_by_a_number(one.name, values[index].name):
-                    alike.setdefault(one.name, []).append(index)
-                    break
+                for key in keys:
+                    first.setdefault(key, index)
+            elif found := [first[key] for key in keys if key in first]:
+                alike.setdefault(self.trace.values[min(found)].name, []).append(index)
         return alike
 
     def _with_unseen(self, group: SplitGroup, alike: dict[str, list[int]]) -> SplitGroup:
@@ -181,13 +188,6 @@ class _SplitSearch:
         return {factor: [*found] for factor, found in calls.items()}
 
 
-def _differ_by_a_number(first: str, second: str) -> bool:
-    """Whether two names are those of alike parameters of two members of one list."""
-    ones, others = first.split("."), second.split(".")
-    unlike = [(one, other) for one, other in zip(ones, others, strict=False) if one != other]
-    return len(ones) == len(others) and len(unlike) == 1 and all(part.isdigit() for part in unlike[0])
-
-
 @dataclass(eq=False)
 class _Following:
     """One run of factors followed through the calls, its parameters split and all else whole at first."""
@@ -203,8 +203,10 @@ class _Following:
     def group(self) -> SplitGroup:
         """Raises `NotTogether` where a split tensor would hold the run in no single place."""
         factors, values = self.search.factors, self.search.trace.values
-        used, alone = self.search.used, len(self.run) == 1
-        parameters = [index for index in self.search.parameters if index in used and self._holds(index, strict=alone)]
+        alone = len(self.run) == 1
+        parameters = [
+            index for index in self.search.with_factor.get(self.run[0], ()) if self._holds(index, strict=alone)
+        ]
         if len(parameters) < len(self.run):  # neighbours in one parameter alone are split as well each by itself
             raise NotTogether
         self.split.update(parameters)
