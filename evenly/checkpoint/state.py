@@ -103,7 +103,6 @@ def _named(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _like(value: Any, items: Iterable[Any]) -> Any:
-    """Return a list, tuple or deque like `value` of `items`."""
     return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
 
 

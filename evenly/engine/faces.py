@@ -26,8 +26,7 @@ class Faces:
 
     def __init__(self, optimizer: Any, filled: Callable[[], AbstractContextManager[None]]) -> None:
         self._optimizer, self._filled, self._shown = optimizer, filled, ""
-        self._has_two = all(callable(getattr(optimizer, name, None)) for name in FACES)
-        if self._has_two:
+        if all(callable(getattr(optimizer, name, None)) for name in FACES):
             self._turns = {name: getattr(optimizer, name) for name in FACES}
             vars(optimizer).update({name: partial(self._turn, name) for name in FACES})
 
@@ -37,14 +36,10 @@ class Faces:
         self._shown = face
         return found
 
-    def begin(self) -> None:
-        """Show the face of the training."""
-        turn(self._optimizer, "train")
-
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within, the weights are those of evaluations, unless the job's loop has turned them already; a collective."""
-        turned = self._has_two and self._shown == "train"
+        turned = self._shown == "train"
         if turned:
             turn(self._optimizer, "eval")
         try:

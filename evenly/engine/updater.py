@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from evenly.parallel.data.owned_optimizer import OwnedOptimizer
     from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-
 
 class Updater:
     """The job's optimizer and learning-rate schedule, as the plan runs them, and the scale of the loss.
@@ -53,7 +51,9 @@ class Updater:
         own = named if only is None else [(name, p) for name, p in named if plain_name(name) in only]
         self._own = {name for name, _ in own}
         self._others = frozenset(name for name, _ in named) - self._own
-        self.build: Callable[[Named], Optimizer] = partial(build_optimizer, job, plan=plan)
+        self.build: Callable[[Sequence[tuple[str, torch.nn.Parameter]]], Optimizer] = partial(
+            build_optimizer, job, plan=plan
+        )
         self._named = own
         self.optimizer = build_optimizer(job, own, plan, composed.showing(True))
         self._asked = members(self.optimizer)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from evenly.comm.world import World
 from evenly.engine.build import call_job, choose_kernels
 from evenly.engine.compose import Composed
+from evenly.engine.faces import turn
 from evenly.engine.updater import Updater
 from evenly.errors import UserError
 from evenly.job import Job
@@ -88,7 +89,7 @@ class Updaters:
     def show_groups(self) -> None:
         """Has the job's code find the model's parameters in the groups of all optimizers, in training; a collective."""
         for one in self.by_phase.values():
-            one.faces.begin()
+            turn(one.optimizer, "train")
             one.show_groups()
 
     @contextmanager

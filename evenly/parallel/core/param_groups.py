@@ -37,9 +37,9 @@ class WholeParameter(nn.Parameter):
     stands_for: str
 
     @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> WholeParameter:
+    def of(cls, name: str, parameter: nn.Parameter, *, on_host: bool = False) -> WholeParameter:
         """Return an empty one for `parameter`, with the attributes that the job has given it."""
-        empty = torch.empty(0, dtype=parameter.dtype, device=local(parameter).device)
+        empty = torch.empty(0, dtype=parameter.dtype, device="cpu" if on_host else local(parameter).device)
         whole = cls(empty, parameter.requires_grad)
         declared = {key for kind in type(parameter).__mro__ for key in vars(kind).get("__annotations__", ())}
         vars(whole).update({key: value for key, value in vars(parameter).items() if key not in declared})

@@ -46,7 +46,8 @@ class WholeOptimizer:
         self._model, self._outside, self._gather, self._part = model, outside, gather, part
         self._cuts = {cut.name: cut for cut in cuts}
         self._local = dict(named)
-        self._full, self._offload = {name: WholeParameter.of(name, p) for name, p in named}, offload
+        self._full = {name: WholeParameter.of(name, p, on_host=offload) for name, p in named}
+        self._offload = offload
         self._fill()
         self.optimizer = build([*self._full.items()])
         stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -56,11 +57,13 @@ class WholeOptimizer:
     def step(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """Steps with `gradients`, by name: this rank's pieces; a collective."""
         found = dict(gradients)
+        self._fill()
         for name, full in self._full.items():
-            gradient = found.get(name) if name in self._cuts else self._local[name].grad
-            self._fill([name])
-            piece = None if gradient is None else self._as_piece(name, gradient.detach())
-            full.grad = None if piece is None else self._placed(self._gather(name, piece))
+            cut = self._cuts.get(name)
+            gradient = self._local[name].grad if cut is None else found.get(name)
+            if gradient is not None:
+                piece = gradient.detach() if cut is None else as_piece(gradient, cut.piece)
+                full.grad = self._gather(name, piece).to(full.device)
         with self.filled(filled=True), self._outside.step():
             self.optimizer.step()
 
@@ -94,17 +97,10 @@ class WholeOptimizer:
         return pieces_as_dtensors(self._model, [cut for n, cut in self._cuts.items() if n in self._local])
 
     @torch.no_grad()
-    def _fill(self, names: Iterable[str] | None = None) -> None:
-        for name in self._full if names is None else names:
-            self._full[name].data = self._placed(self._gather(name, self._local[name].detach()))
-
-    def _placed(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.cpu() if self._offload else whole
+    def _fill(self) -> None:
+        for name, full in self._full.items():
+            full.data = self._gather(name, self._local[name].detach()).to(full.device)
 
     def _release(self) -> None:
         for full in self._full.values():
             full.grad, full.data = None, full.new_empty(0)
-
-    def _as_piece(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        cut = self._cuts.get(name)
-        return rows if cut is None else as_piece(rows, cut.piece)
