@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from evenly.plan import PlanSpec, parse_plan
 def explain(job: Path, only: str, settings: list[str], *, json_only: bool, html: Path | None = None) -> int:
     """Explains; returns the exit code. html: where pictures go."""
     parsed, values = read_with(job, lambda: parse_plan(only)), parse_settings(settings)
-    with redirect_stdout(sys.stderr), looking():  # what the job prints is no part of the answer
+    with looking():
         cuts = parsed.splits_tensors or parsed.splits_blocks
         documents = _explained(job, parsed, values) if cuts or html is None else []
         page = None if html is None else _pictures(job, parsed, values, documents)

@@ -10,8 +10,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,8 +109,8 @@ all_ranks = partial(alone, False)  # for torch's own code, which may ask for the
 
 @contextmanager
 def looking() -> Generator[None]:
-    """Within, the job's code runs alone, and as it is written where it is compiled: modes see each operation."""
-    with alone(), torch.compiler.set_stance("force_eager"):
+    """Within, the job's code runs alone, as it is written where it is compiled, and what it prints goes nowhere."""
+    with redirect_stdout(StringIO()), alone(), torch.compiler.set_stance("force_eager"):
         yield
 
 

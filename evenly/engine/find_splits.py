@@ -10,6 +10,7 @@ from torch import nn
 
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
+from evenly.data.alone import looking
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_step
 from evenly.engine.build import build_model
@@ -36,6 +37,7 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
         return decided_by_first(chosen, world.group("world")).splits
 
 
+@looking()
 def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivation:
     """What can be split in `model`, found by tracing the job's loss on its first microbatch."""
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])

@@ -13,6 +13,7 @@ from torch import nn
 
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
+from evenly.data.alone import looking
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.data.nest import copied
@@ -158,7 +159,7 @@ def _codes(
             raise
 
     def run(batch: Any) -> Any:
-        with autocast_as_on(device, precision):
+        with autocast_as_on(device, precision), looking():
             return job.loss(model, copied(batch))  # it may change its batch in place, and runs again
 
     return [Code(partial(run, batch), cache_key(batch, sizes=False)) for batch in batches]

@@ -20,6 +20,7 @@ from torch import nn
 from evenly.checkpoint.state import EXECUTION
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
+from evenly.data.alone import looking
 from evenly.data.generators import undisturbed
 from evenly.data.loader import HeldStream, Loader, Microbatch, microbatches_of_step, share_of_step
 from evenly.data.nest import strided_parts, tensors_by_path
@@ -215,6 +216,7 @@ def digest(nest: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
     ]
 
 
+@looking()
 def check_model(
     job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World
 ) -> dict[str, float]:
@@ -306,6 +308,7 @@ def _problem(plan: Plan, ranks: Sequence[tuple[bool, bool, list[str], list[str]]
     return None
 
 
+@looking()
 def check_again(
     executor: Executor, microbatches: Sequence[Microbatch], averages: Mapping[str, float], world: World
 ) -> None:
