@@ -114,8 +114,10 @@ def _print(request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) 
     named = title(request.source.name, _devices(request, plans), plans, assumed=assumed)
     print_table(named, heads(plans), plan_rows(plans), width_of_files=WIDTH_OF_FILES, wrapping=("plan", "most of it"))
     width = get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
-    note = getattr(request.source, "note", "")
-    for line in [*reasons(plans), *filter(None, [note])]:
+    device, notes = request.cluster.device, [getattr(request.source, "note", "")]
+    if plans[0].plan.precision.endswith("bfloat16") and {"float16", "bfloat16"} & {*device.flops} == {"float16"}:
+        notes.append(f"a {device.name} has no bfloat16 and computes it as float32; precision=float16 is faster")
+    for line in [*reasons(plans), *filter(None, notes)]:
         print(fill(line, width, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False))
 
 

@@ -230,7 +230,7 @@ def _cost(call_cost: CallCost, device: str) -> float:
 class ExplainedStage:
     """One stage.
 
-    rank:      on the pipeline axis. blocks: names of the blocks that it calls, in order.
+    rank:      on the pipeline axis. ranks: of the world, that hold it. blocks: names of those that it calls, in order.
     cost:      its fraction of the cost of a forward.
     elements, weight_bytes: of its parameters. saved_bytes: what a microbatch saves for the backward.
     in_flight: the most microbatches that it holds at once.
@@ -239,6 +239,7 @@ class ExplainedStage:
 
     stage: int
     rank: int
+    ranks: tuple[int, ...]
     blocks: tuple[str, ...]
     cost: float
     elements: int
@@ -280,7 +281,7 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
     in_flight = _most_in_flight(plan, microbatches)
     costs = [_cost(call_cost, "cpu") for call_cost in call_costs]
     ranks = rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank)
-    stages: list[ExplainedStage] = []
+    stages, each = list[ExplainedStage](), plan.ranks // plan.pipeline.size
     for stage, rank in enumerate(ranks):
         own = [n for n, call_cost in enumerate(call_costs) if stage_plan.stage_of[call_cost.call] == stage]
         fakes = [model.stage_tensors[name].fake for name, owners in stage_plan.owners.items() if stage in owners]
@@ -288,6 +289,7 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
             ExplainedStage(
                 stage=stage,
                 rank=rank,
+                ranks=tuple(range(rank * each, (rank + 1) * each)),
                 blocks=tuple(call_costs[n].call[0] for n in own),
                 cost=sum(costs[n] for n in own) / sum(costs),
                 elements=sum(fake.numel() for fake in fakes),

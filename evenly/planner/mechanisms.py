@@ -49,7 +49,8 @@ class BucketFilled:
 class Mechanisms:
     """What a plan does in the first step; empty where it does not do that.
 
-    ranks:    of the data axis. microbatches: their samples. costs: of each, where the job has costs.
+    ranks:    of the data axis. apart: the difference between the numbers of two neighbours there.
+    microbatches: their samples. costs: of each, where the job has costs.
     dealt:    of each rank, the microbatches that it runs.
     backward: of a microbatch, in the order of time. buckets: in the order in which they are sent, of the first rank of
               a pipeline. are_units: whether they are what ZeRO 3 gathers and reduces together.
@@ -61,6 +62,7 @@ class Mechanisms:
 
     plan: str
     ranks: int
+    apart: int
     microbatches: Sequence[Sequence[int]]
     costs: Sequence[float]
     dealt: Sequence[Sequence[int]]
@@ -98,6 +100,7 @@ def mechanisms_of(job: Job, spec: PlanSpec) -> Mechanisms:
     shard = plan.data.shard if plan.data.zero_stage else 1
     return Mechanisms(
         plan=str(spec),
+        apart=plan.tensor.size,
         ranks=ranks,
         microbatches=shares[0].microbatches,
         costs=shares[0].costs,

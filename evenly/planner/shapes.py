@@ -24,6 +24,7 @@ class ShapeSource:
 
     shape: Shape
     kernels: Kernels = field(default_factory=Kernels)
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -40,7 +41,7 @@ class ShapeSource:
 
     @property
     def precision(self) -> Precision:
-        return "bfloat16"
+        return "float16" if self.note else "bfloat16"
 
     @property
     def microbatch(self) -> int | None:
@@ -51,8 +52,11 @@ class ShapeSource:
         return ()
 
     def on(self, device: Device) -> ShapeSource:
-        """Itself: what a shape costs is known by itself."""
-        return self
+        """Return it in float16, with a note, where such devices have no units for bfloat16."""
+        lacks = "bfloat16" not in device.flops and "float16" in device.flops
+        return replace(
+            self, note=f"a {device.name} has no bfloat16: precision=float16 where none is stated" if lacks else ""
+        )
 
     @property
     def is_run(self) -> bool:

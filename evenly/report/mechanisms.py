@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from evenly.report.comm import size_in_words
 from evenly.report.draw import Box, ChartAxis, CutMatrix, StackedBar, boxes, matrices, stacked
 from evenly.report.page import Section, as_table, document, text
-from evenly.report.splits import STAGE_HEADS, abbreviated, in_a_line, stage_rows, stage_title, stages_in_a_line
+from evenly.report.splits import (
+    STAGE_HEADS,
+    abbreviated,
+    in_a_line,
+    ranks_in_words,
+    stage_rows,
+    stage_title,
+    stages_in_a_line,
+)
 
 if TYPE_CHECKING:
     from evenly.planner.mechanisms import Mechanisms
@@ -57,9 +65,9 @@ def _dealt(found: Mechanisms) -> Section:
             drawn.append(Box(rank, at, at + costs[number], RUNS, words, pale=place % 2))
             at += costs[number]
         longest = max(longest, at)
-        rows.append((f"rank {rank}", ", ".join(map(str, own)) or "none", f"{at:,.6g}"))
+        rows.append((f"rank {rank * found.apart}", ", ".join(map(str, own)) or "none", f"{at:,.6g}"))
     picture = boxes(
-        [f"rank {rank}" for rank in range(found.ranks)],
+        [f"rank {rank * found.apart}" for rank in range(found.ranks)],
         drawn,
         {RUNS: "c0"},
         title="microbatches of each rank",
@@ -133,12 +141,18 @@ def _ring(found: Mechanisms) -> list[Section]:
     ranks, steps = found.ranks, len(found.ring[0])
     sums = summed(found)
     drawn = [
-        Box(rank, at, at + 0.94, step.phase, _of_chunk(step.sent, sums[at][rank][step.sent], (rank + 1) % ranks))
+        Box(
+            rank,
+            at,
+            at + 0.94,
+            step.phase,
+            _of_chunk(step.sent, sums[at][rank][step.sent], (rank + 1) % ranks * found.apart),
+        )
         for rank, own in enumerate(found.ring)
         for at, step in enumerate(own)
     ]
     picture = boxes(
-        [f"rank {rank}" for rank in range(ranks)],
+        [f"rank {rank * found.apart}" for rank in range(ranks)],
         drawn,
         IN_STEPS,
         title="what each rank sends to the next one, step by step",
@@ -179,7 +193,7 @@ def summed(found: Mechanisms) -> list[list[list[int]]]:
 def _pieces(found: Mechanisms) -> list[Section]:
     if not found.pieces:
         return []
-    drawn, labels = list[Box](), [f"rank {rank}" for rank in range(len(found.pieces))]
+    drawn, labels = list[Box](), [f"rank {rank * found.apart}" for rank in range(len(found.pieces))]
     elements = {name: max(own[name][1] for own in found.pieces) for name in found.pieces[0]}
     whole = sum(elements.values())
     for rank, own in enumerate(found.pieces):
@@ -235,9 +249,9 @@ def _stages(one: Document) -> Section:
         words = f"{names}, {row['elements']:,} parameters\t{row['stage']}"
         drawn.append(Box(row["rank"], at, at + width, "stage", words, pale=row["stage"] % 2))
         at += width
-    ranks = 1 + max(row["rank"] for row in one["stages"])
+    ranks = {row["rank"]: ranks_in_words(row["ranks"]) for row in one["stages"]}
     picture = boxes(
-        [f"rank {rank}" for rank in range(ranks)],
+        [ranks[rank] for rank in sorted(ranks)],
         drawn,
         {"stage": "c0"},
         title="the stages along the model",
@@ -246,7 +260,7 @@ def _stages(one: Document) -> Section:
     )
     memory = [
         StackedBar(
-            f"stage {row['stage']}, rank {row['rank']}",
+            f"stage {row['stage']}, {ranks_in_words(row['ranks'])}",
             {"weights": row["weight_bytes"], "saved by microbatches in flight": row["saved_bytes"] * row["in_flight"]},
         )
         for row in one["stages"]

@@ -126,7 +126,7 @@ def _by_dim(alike: Sequence[Sequence[str]]) -> str:
     return "; ".join(f"[{', '.join(numbers)}] {reason}" for reason, numbers in dims.items())
 
 
-STAGE_HEADS = ("stage", "rank", "blocks", "cost", "parameters", "weights", "saved", "in flight", "receives")
+STAGE_HEADS = ("stage", "ranks", "blocks", "cost", "parameters", "weights", "saved", "in flight", "receives")
 
 
 def stage_title(document: Row) -> str:
@@ -142,7 +142,7 @@ def stage_rows(document: Row) -> list[tuple[str, ...]]:
     return [
         (
             str(stage["stage"]),
-            str(stage["rank"]),
+            ranks_in_words(stage["ranks"]).partition(" ")[2],
             _blocks(stage["blocks"]),
             f"{stage['cost']:.1%}",
             f"{stage['elements']:,}",
@@ -153,6 +153,10 @@ def stage_rows(document: Row) -> list[tuple[str, ...]]:
         )
         for stage in document["stages"]
     ]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def stages_in_a_line(document: Row) -> str:

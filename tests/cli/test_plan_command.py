@@ -214,6 +214,7 @@ def test_the_stages_of_gpt2_as_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [stage["rank"] for stage in found["stages"]] == [0, 1, 0, 1]
+    assert [stage["ranks"] for stage in found["stages"]] == [[0, 1], [2, 3], [0, 1], [2, 3]]  # of the world
     assert [stage["blocks"] for stage in found["stages"]] == [[f"transformer.h.{n}"] for n in range(4)]
     assert sum(stage["cost"] for stage in found["stages"]) == pytest.approx(1)
     assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]

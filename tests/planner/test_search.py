@@ -253,6 +253,18 @@ def test_where_not_even_that_fits_the_nearest_and_the_change_are_named() -> None
     assert f"would do for {found.nearest.plan}" in found.change
 
 
+@pytest.mark.parametrize(
+    ("cluster", "precision"),
+    [("1xT4", "float16"), ("1xV100", "float16"), ("1xA100", "bfloat16"), ("1xcpu", "bfloat16")],
+)
+def test_a_device_without_bfloat16_has_plans_in_float16(cluster: str, precision: str) -> None:
+    asked = request("gpt2", cluster, 8, top=1)
+    assert [found.plan.precision for found in search(asked).plans] == [precision]
+    assert ("has no bfloat16" in asked.source.note) is (precision == "float16")  # pyright: ignore
+    stated = replace(asked, only=parse_plan("precision=float32"))
+    assert [found.plan.precision for found in search(stated).plans] == ["float32"]
+
+
 def test_a_search_says_how_far_it_is() -> None:
     said = list[str]()
     quiet = search(request("gpt2-medium", "2x4xA100-40", 64))

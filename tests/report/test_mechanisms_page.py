@@ -65,7 +65,7 @@ def test_stages_are_drawn_as_they_are_explained() -> None:
     spec = parse_plan("data=2 pipeline=2")
     stages = {"job": "job.py", **asdict(explain_stages(chain_job(), spec))}
     found = sections(page("job.py", mechanisms(), [stages]))["The model cut into stages"]
-    assert len(texts(found)) == 2 and "<span>stage 1, rank 1</span>" in found
+    assert len(texts(found)) == 2 and "<span>stage 1, ranks 2 to 3</span>" in found
 
 
 def test_a_matrix_has_a_stripe_for_each_part() -> None:
