@@ -118,12 +118,12 @@ def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: Previou
     if asked.microbatch is None and idle_ranks(asked, plan.data.size):
         from evenly.planner.microbatch import with_known_microbatch
 
-        known, _ = with_known_microbatch(asked, PlanSpec(exact=plan.exact))
-        finer = -(-job.global_batch // plan.data.size)
-        asked = asked if known.microbatch else replace(asked, microbatch=finer)
-        if asked.microbatch and not options.quiet:
-            text = f"microbatch={finer}, so that each of {plan.data.size} ranks has one: no number depends on it"
-            print(f"evenly: {text}", file=sys.stderr, flush=True)
+        if with_known_microbatch(asked, PlanSpec(exact=plan.exact))[0].microbatch is None:
+            plan = replace(plan, microbatch=(finer := -(-job.global_batch // plan.data.size)))  # which restarts keep
+            if not options.quiet:
+                text = f"microbatch={finer}, so that each of {plan.data.size} ranks has one: no number depends on it"
+                print(f"evenly: {text}", file=sys.stderr, flush=True)
+            return ResolvedRun(plan, finer)
     return ResolvedRun(plan, asked.microbatch)
 
 
