@@ -158,10 +158,13 @@ class _JoinedState(MutableMapping[torch.Tensor, Any]):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
-    def _of(self, parameter: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+    def _of(self, parameter: Any) -> MutableMapping[torch.Tensor, Any]:
         """That of the optimizer which steps `parameter`."""
         for one in self._optimizers:
-            if any(parameter is mine for group in one.param_groups for mine in group["params"]):
+            own = (mine for group in one.param_groups for mine in group["params"])
+            if any(parameter is mine for mine in own) or (
+                not isinstance(parameter, torch.Tensor) and parameter in one.state
+            ):
                 return one.state
         raise KeyError(parameter)
 

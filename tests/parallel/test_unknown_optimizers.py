@@ -233,3 +233,37 @@ def test_what_cannot_step_or_be_saved_is_refused_before_the_first_step(case: str
 @pytest.mark.full
 def test_offloaded_it_steps_on_the_host(ranks: KeptRanks, tmp_path: Path) -> None:
     check([*KINDS], ("single offload=optimizer", "single"), ranks, tmp_path)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x)
+
+
+def in_phases(plan: str, out: Path, last: int) -> dict[str, torch.Tensor]:
+    phases = {
+        one: evenly.Phase(parameters=f"{one}.*", loss=lambda m, x: mse_loss(m(x)[:, 0], x.sum(1)), optimizer=make)
+        for one, make in (("first", Late), ("second", lambda p: torch.optim.AdamW(p, lr=0.01)))
+    }
+    both = evenly.Job(
+        model=Two, data=X, phases=phases, global_batch=12, microbatch=3, shuffle=False, steps=STEPS, precision="float64"
+    )
+    with evenly.start(both, plan=plan, out=out, steps=last, resume=last > HALF) as run:
+        for batch in run.batches():
+            run.step(batch)
+        with run.whole_model() as model:
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.full
+def test_one_phase_of_two_has_such_an_optimizer(ranks: KeptRanks, tmp_path: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for pair in (("single", "single"), ("zero2", "zero3"), ("tensor=2", "single")):
+        for plan, last in zip(pair, (HALF, STEPS), strict=True):
+            one = ranks.run(in_phases, plan, tmp_path / pair[0], last, size=1 if plan == "single" else 2)[0]
+        found.append(one)
+    assert all(torch.allclose(one[n], p, rtol=1e-9, atol=1e-12) for one in found[1:] for n, p in found[0].items())
