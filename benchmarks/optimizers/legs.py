@@ -55,8 +55,11 @@ def turn(optimizer: Any, face: str) -> None:
     getattr(optimizer, face, lambda: None)()
 
 
-def plain(subject: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train in a plain loop; return the losses and the parameters at the end, as they are evaluated."""
+def plain(subject: str, parts: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in a plain loop; return the losses and the parameters at the end, as they are evaluated.
+
+    parts: of a batch, whose gradients are added up.
+    """
     warnings.simplefilter("ignore")
     model, losses = Blocks().double(), list[float]()
     with seeded(stream_key(0, "optimizer", 0)):
@@ -64,9 +67,12 @@ def plain(subject: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     turn(optimizer, "train")
     for step in range(STEPS):
         begin = BATCH * (step % 3)
-        loss = cross_entropy(model(X[begin : begin + BATCH]), Y[begin : begin + BATCH])
         optimizer.zero_grad()
-        loss.backward()
+        loss = torch.zeros((), dtype=torch.float64)
+        for rows in range(begin, begin + BATCH, BATCH // parts):
+            part = cross_entropy(model(X[rows : rows + BATCH // parts]), Y[rows : rows + BATCH // parts]) / parts
+            part.backward()
+            loss += part.detach()
         with seeded(stream_key(0, "optimizer", step + 1)):
             optimizer.step()
         losses.append(loss.item())

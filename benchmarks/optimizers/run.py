@@ -49,7 +49,13 @@ def judged(subject: str, column: str, ranks: KeptRanks, expected: Any) -> dict[s
             losses += some
     if expected is None:
         return row | {"status": "not compared"}
-    return row | _difference(losses, parameters, *expected)
+    found = _difference(losses, parameters, *expected)
+    if found["status"] == "different":  # does rounding alone move it as far?
+        other = ranks.run(plain, subject, 2, size=1, limit_s=LIMIT_S)[0]
+        apart = _difference(*other, *expected)
+        rounding = apart["difference"] > found["difference"] / 100
+        found |= {"status": "rounding" if rounding else "different", "rounding": apart["difference"]}
+    return row | found
 
 
 def _difference(losses: list[float], found: dict[str, Any], expected: list[float], whole: dict[str, Any]) -> Any:
@@ -108,7 +114,8 @@ def page(rows: list[dict[str, Any]]) -> str:
                 reasons.setdefault(why[:240], set()).add(subject)
     refused = [f"- {', '.join(f'`{s}`' for s in sorted(who))}: {why}" for why, who in sorted(reasons.items())]
     figures = ", ".join(
-        f"{counts[status]} {status}" for status in ("equal", "refused", "not compared", "different", "error", "raw")
+        f"{counts[status]} {status}"
+        for status in ("equal", "refused", "rounding", "not compared", "different", "error", "raw")
     )
     return text.format(
         count=len(by_subject), figures=figures, table="\n".join(lines),

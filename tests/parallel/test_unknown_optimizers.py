@@ -98,6 +98,8 @@ class Wrapper(torch.optim.Optimizer):
         return {"base": self.base.state_dict(), "slow": tuple(self.slow), "done": self.done}
 
     def load_state_dict(self, state: Any) -> None:
+        every = (p for group in self.param_groups for p in group["params"])
+        assert all(p.shape == slow.shape for p, slow in zip(every, state["slow"], strict=True))
         self.base.load_state_dict(state["base"])
         self.param_groups, self.slow, self.done = self.base.param_groups, [*state["slow"]], state["done"]
 

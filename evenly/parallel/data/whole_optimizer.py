@@ -9,7 +9,7 @@ each rank, and in a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn, optim
@@ -92,9 +92,13 @@ class WholeOptimizer:
                 local(self._local[name]).copy_(mine)
         self._release()
 
-    def as_dtensors(self) -> AbstractContextManager[None]:
-        """Within, cut parameters are DTensors, and the state is whole; what is loaded into them is kept."""
-        return pieces_as_dtensors(self._model, [cut for n, cut in self._cuts.items() if n in self._local])
+    @contextmanager
+    def as_dtensors(self) -> Generator[None]:
+        """Within, cut parameters are DTensors and the state is whole; what is loaded is kept; a collective."""
+        self._fill()  # a state_dict of the optimizer's own may look at its parameters
+        with pieces_as_dtensors(self._model, [cut for n, cut in self._cuts.items() if n in self._local]):
+            yield
+        self._release()
 
     @torch.no_grad()
     def _fill(self) -> None:
