@@ -55,6 +55,10 @@ class PathError(RunError):
     """A microbatch that takes a way through the model's code which the plan has not seen before the first step."""
 
 
+class ContractError(RunError):
+    """A model or loss whose numbers would follow the plan; found before the first step, a `UserError` in its place."""
+
+
 class SampleError(RunError):
     """A sample that could not be read or collated; names its index."""
 
@@ -91,6 +95,12 @@ def step_of(problem: BaseException) -> int | None:
 
 class RankError(RunError):
     """A rank failed; carries the first failing rank, its step if known, and its log."""
+
+
+NOT_HERE = (
+    "torch has no such operation on this kind of device, on one device either: run the job where torch has it (a GPU, "
+    "say), or choose another implementation of it (attention of scaled_dot_product_attention, say)"
+)
 
 
 def describe(problem: BaseException) -> str:

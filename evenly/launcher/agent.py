@@ -419,7 +419,7 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
     where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
     if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
         where = ""
-    failed.found += f"; {diagnosis.text}" if diagnosis else ""
+    failed.found += f"; {diagnosis.text}" if diagnosis and not first.is_mistake else ""
     failed.do = "; ".join(filter(None, (first.do, where)))
     return failed
 

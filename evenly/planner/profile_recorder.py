@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.errors import EvenlyError, UserError, describe, place_of
+from evenly.errors import NOT_HERE, EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
@@ -429,5 +429,6 @@ def _refusal(problem: Exception) -> UserError:
     """What the code did that needs the numbers of a tensor."""
     operation = operation_of(problem)
     if not operation:
-        return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)
+        do = NOT_HERE if isinstance(problem, NotImplementedError) else REMEDY
+        return UserError(ASKED, f"it does not run so: {describe(problem)}", do)
     return UserError(ASKED, f"{operation}{place_of(problem)} needs numbers", REMEDY)

@@ -29,7 +29,7 @@ from evenly.data.split_streams import held_by, split_path
 from evenly.engine.assemble import roots_of
 from evenly.engine.executor import Executor
 from evenly.engine.updaters import Updaters
-from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
+from evenly.errors import ContractError, EvenlyError, RunError, SampleError, UserError, describe, note_rank
 from evenly.job import Job, is_stream
 from evenly.parallel.core.attributes import NumbersAndWords, own_attributes
 from evenly.parallel.core.calls import ForwardEnded
@@ -228,8 +228,11 @@ def check_model(
         return {}
     averages: dict[str, float] = {}
     for phase in job.by_phase:
-        with executor.computing(phase):
-            averages |= _check_phase(plan, executor, microbatches, world)
+        try:
+            with executor.computing(phase):
+                averages |= _check_phase(plan, executor, microbatches, world)
+        except ContractError as problem:
+            raise UserError(problem.asked, problem.found, problem.do) from problem  # nothing has been trained yet
     if averages and job.phases:  # where another phase leaves them as they are, they would follow another rule
         raise UserError(
             f"plan {plan} of a job with phases",

@@ -12,6 +12,7 @@ from evenly.data.loader import Microbatch
 from evenly.engine.executor import Executor
 from evenly.errors import UserError
 from evenly.parallel.core.moving_averages import Probe
+from evenly.parallel.core.mutation_guard import ADVICE
 from evenly.train.same_numbers import same
 
 FORWARDS = 3  # from several values of the buffers: two give a factor, the third that there is one
@@ -80,5 +81,5 @@ def _refusal(names: Sequence[str], found: str) -> UserError:
     return UserError(
         "a forward on several ranks, each of which runs some of the microbatches",
         f"{what} in the forward pass {found}",
-        "let the gradient change it, or run on one device",
+        ADVICE,
     )

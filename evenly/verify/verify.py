@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from evenly.errors import EvenlyError, PlanError, RankError, UserError
+from evenly.errors import NOT_HERE, EvenlyError, PlanError, RankError, UserError
 from evenly.job import Precision
 from evenly.jobfile import read_with
 from evenly.launcher.agent import Launch, start_ranks
@@ -156,6 +156,8 @@ def remedy(problem: RankError, dtype: Precision) -> str:
     """What to do about a failure of the plain loop, whose model and batch are of `dtype`; what the
     job holds itself may be of another type.
     """
+    if problem.found.startswith("NotImplementedError"):
+        return f"{NOT_HERE}; {problem.do}"
     if re.search(r"\b(Double|BFloat16|Half|float64|bfloat16|float16|dtype)\b", problem.found) is None:
         return problem.do
     return (
@@ -196,8 +198,8 @@ def _verify_plan(
         if not references.folders or problem.exit_code > SIGNALLED:
             raise
         status = "unsupported" if problem.exit_code == UserError.exit_code else "error"
-        found = problem.found + said_of_data(folder) * (status == "error")
-        return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, found))))
+        found, do = (problem.found + said_of_data(folder), "") if status == "error" else (problem.found, problem.do)
+        return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, found, do))))
 
 
 def _problem_of(found: FoundInJob, world: int) -> Row | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from evenly.errors import RunError, UserError
+from evenly.errors import ContractError, UserError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.parameter_views import local_tensor
 from evenly.torch_private import has_memory, is_fake, memory_key, version
@@ -133,12 +133,18 @@ def check_memory(model: nn.Module, before: Mapping[str, tuple[int, int, torch.dt
         )
 
 
-def changed_error(name: str, *, parameter: bool) -> RunError:
+ADVICE = (
+    "let the forward add to buffers that are zeroed in a hook (on_step), which moves the rest by their sums, within "
+    "run.whole_parameters(); see the page State of your own; no buffer may change under pipeline"
+)
+
+
+def changed_error(name: str, *, parameter: bool) -> ContractError:
     """The error for what a forward must not change."""
-    return RunError(
+    return ContractError(
         f"{'parameter' if parameter else 'buffer'} {name} changes in the forward pass",
         "each rank would change it by its own microbatches only",
-        "let the gradient change it, or run on one device",
+        ADVICE,
     )
 
 

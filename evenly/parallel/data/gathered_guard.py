@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evenly.data.nest import hidden_in, tensors_by_path
-from evenly.errors import PlanError, RunError
+from evenly.errors import ContractError, PlanError
 from evenly.parallel.core.mutation_guard import changed_error, fingerprint
 from evenly.parallel.core.parameter_views import local_parameters
 from evenly.torch_private import begin_sharded_backward, next_node_number, nodes_of, version
@@ -124,9 +124,9 @@ class GatheredGuard:
 
 
 def _refuse_graph() -> None:
-    """Raises `RunError` in a backward that keeps a graph: its own backward would find parameters that are gone."""
+    """Raises `ContractError` in a backward that keeps a graph: its own backward would find no parameters."""
     if torch.is_grad_enabled():
-        raise RunError(
+        raise ContractError(
             "a gradient of a gradient (create_graph=True) under zero=3",
             "parameters are gathered for one backward and then freed",
             "use plan zero2 or ddp",
