@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -38,11 +38,14 @@ def plan(options: PlanOptions) -> int:
         raise UserError("--tokens without --price", "it is what a run's cost is of", "add --price, or leave it out")
     of_job = is_job(options)
     line = busy_line(f"loading {options.target}", after_s=0.0 if of_job else SOON_S)
-    with redirect_stdout(sys.stderr), line as show, _looking() if of_job else nullcontext():
-        # What a job prints is no part of the result.
+    with redirect_stdout(sys.stderr), line as show, ExitStack() as around:  # what a job prints is no part of the result
         from evenly.planner.search import search
 
         with importing() if of_job else nullcontext():
+            if of_job:
+                from evenly.data.alone import looking
+
+                around.enter_context(looking())
             request, assumed = plan_request(options)
             request = replace(request, watch=show)
             request = _reading(request) if of_job else request
@@ -51,12 +54,6 @@ def plan(options: PlanOptions) -> int:
     if (refusal := _refusal(request, result)) is not None:
         raise refusal
     return 0
-
-
-def _looking() -> AbstractContextManager[None]:
-    from evenly.data.alone import looking
-
-    return looking()
 
 
 def _reading(request: PlanRequest) -> PlanRequest:

@@ -26,20 +26,13 @@ OWN, TORCH = str(Path(__file__).parents[1]), str(Path(dist.__file__).parents[1])
 FIRST = 1 << 20  # number of the job's first group: those of evenly are counted alike on all ranks
 
 
-class _Contexts(threading.local):
-    """Whether this thread sees one rank, by context, the innermost last."""
-
-    def __init__(self) -> None:
-        self.alone: list[bool] = []
-
-
-_contexts = _Contexts()
-_of_main = _contexts.alone  # threads without contexts, as those of autograd, see what the main thread sees
+_of_threads: dict[int, list[bool]] = {}  # whether a thread sees one rank, by context, the innermost last
+MAIN = threading.get_ident()  # of the thread that others, as those of autograd, see with
 
 
 def _is_alone() -> bool:
-    found = _contexts.alone or _of_main
-    return bool(found) and found[-1]
+    found = _of_threads.get(threading.get_ident()) or _of_threads.get(MAIN) or [False]
+    return found[-1]
 
 
 _count: Any = type(PROCESS_GROUPS).group_count
@@ -92,7 +85,8 @@ replace_process_groups(_ProcessGroups, _default_group, _rendezvous)
 @contextmanager
 def alone(hides: bool = True) -> Generator[None]:
     """Within, torch.distributed tells this thread, those that work for it, and processes it forks of no other rank."""
-    _contexts.alone.append(hides)
+    contexts = _of_threads.setdefault(threading.get_ident(), [])
+    contexts.append(hides)
     try:
         yield
     except EvenlyError:
@@ -101,7 +95,7 @@ def alone(hides: bool = True) -> Generator[None]:
         _explain(problem)
         raise
     finally:
-        _contexts.alone.pop()
+        contexts.pop()
 
 
 all_ranks = partial(alone, False)  # for torch's own code, which may ask for the default group
