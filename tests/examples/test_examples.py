@@ -186,6 +186,7 @@ def other_bits(name: str, ranks: KeptRanks, sizes: Sequence[int], steps: int) ->
     }
 
 
+@pytest.mark.full_but("stdlib_lm")
 @pytest.mark.parametrize("name", ["digits", "stdlib_lm"])
 def test_an_example_has_the_same_bits_on_one_to_four_ranks(name: str, ranks: KeptRanks) -> None:
     assert other_bits(name, ranks, (2, 3, 4), steps=3) == {2: 0, 3: 0, 4: 0}

@@ -273,9 +273,16 @@ class Lazy(OrderedDict[str, Any]):
     __iter__ = keys = values = copy = items  # type: ignore[assignment]
 
 
+class Registry(dict[Any, Any]):
+    """Methods with other arguments than a dict's, as a library of models has one."""
+
+    def get(self, model: nn.Module) -> Any:  # type: ignore[override]
+        return super().get(type(model))
+
+
 def test_entries_that_a_dict_computes_are_not_asked_for() -> None:
     model: Any = nn.Linear(2, 2)
-    model.lazy, model.masked = Lazy(made=[1.0]), np.ma.masked
+    model.lazy, model.masked, model.registry = Lazy(made=[1.0]), np.ma.masked, Registry(known=None)
     with all_restored([("", model)]), places_restored([("", model)]):
         model.lazy["made"].append(2.0)
     assert dict.__getitem__(model.lazy, "made") == [1.0]

@@ -102,7 +102,7 @@ def _places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
         if isinstance(value, NOTES):
             continue
         if isinstance(value, NUMBERS) and holder is not None:
-            drop = partial(holder.pop, key, None) if isinstance(holder, dict) else None
+            drop = partial(_methods(holder).pop, holder, key, None) if isinstance(holder, dict) else None
             found[name] = ValuePlace(value, partial(_write, holder, key), drop)
         elif (place := _place_of(value)) is not None:
             found[name] = place
@@ -174,7 +174,7 @@ def _note_again(holder: Any, key: Any, before: Any) -> None:
     if isinstance(holder, CellType):
         now = holder.cell_contents
     else:
-        now = (vars(holder) if isinstance(holder, type) else holder).get(key, before)
+        now = vars(holder).get(key, before) if isinstance(holder, type) else dict.get(holder, key, before)
     if type(now) is not type(before) or now != before:  # an array may be there now
         _write(holder, key, before)
 
@@ -207,8 +207,15 @@ def _write(holder: Any, key: Any, value: Any) -> None:
         setattr(holder, key, value)
     elif isinstance(holder, CellType):
         holder.cell_contents = value
+    elif isinstance(holder, dict):
+        _methods(holder).__setitem__(holder, key, value)
     else:
         holder[key] = value
+
+
+def _methods(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class whose methods find entries as they are kept: a class of its own may compute or rename them."""
+    return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
 def _place_of(value: Any) -> ValuePlace | None:
