@@ -47,9 +47,11 @@ def find_averages(
             factors[name].append(factor)
     found = gather_values((used, factors), world.group("files"))
     if any(one for one, _ in found):
-        raise _refusal(names, "and the forward uses it: on one device a microbatch sees what all before it have left")
+        seen = "on one device a microbatch sees what all before it have left"
+        kept = "ranks that have parts of a model keep averages that it does not use, and nothing else"
+        raise _refusal(executor, names, f"and the forward uses it: {seen if executor.plan.axes['data'] > 1 else kept}")
     if without := [n for n in names if any(None in by[n] or len({*by[n], *found[0][1][n]}) > 1 for _, by in found)]:
-        raise _refusal(without, "by no rule that is known: not r <- a r + b with one number a")
+        raise _refusal(executor, without, "by no rule that is known: not r <- a r + b with one number a")
     return {name: float(factors[name][0] or 0.0) for name in names}
 
 
@@ -60,7 +62,7 @@ def check_averages(
     found = find_averages(executor, microbatches, {*factors}, world)
     if others := [name for name, factor in factors.items() if found[name] != factor]:
         raise _refusal(
-            others, f"by a factor that is not always the same: {found[others[0]]}, first {factors[others[0]]}"
+            executor, others, f"by a factor that is not always the same: {found[others[0]]}, first {factors[others[0]]}"
         )
 
 
@@ -75,11 +77,8 @@ def refuse_rounded(model: nn.Module, averages: Mapping[str, float]) -> None:
             )
 
 
-def _refusal(names: Sequence[str], found: str) -> UserError:
+def _refusal(executor: Executor, names: Sequence[str], found: str) -> UserError:
     others = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
     what = f"buffer {names[0]} changes" if len(names) == 1 else f"buffers {', '.join(names[:NAMED])}{others} change"
-    return UserError(
-        "a forward on several ranks, each of which runs some of the microbatches",
-        f"{what} in the forward pass {found}",
-        ADVICE,
-    )
+    has = "runs some of the microbatches" if executor.plan.axes["data"] > 1 else "has a part of the model"
+    return UserError(f"a forward on several ranks, each of which {has}", f"{what} in the forward pass {found}", ADVICE)

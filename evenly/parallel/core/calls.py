@@ -134,6 +134,13 @@ class BlockCalls:
         """Runs a call outside of a forward: with the numbers of the one that it repeats, if it repeats any."""
         repeated = self._begun.get((name, before)) if in_backward() else None
         if repeated is None and in_backward() and self._handler is not None:
+            if any(begun == name for begun, _ in self._begun):
+                raise RunError(
+                    f"computing {name} again in the backward of a stage",
+                    "the model's own checkpointing does not restore random numbers (preserve_rng_state=False), and by "
+                    "them a stage knows the call that is repeated",
+                    "leave preserve_rng_state at True, or leave checkpointing to the plan (recompute=full)",
+                )
             raise several_stages_together(name)
         if repeated is None:
             return run(*args, **kwargs)

@@ -240,8 +240,9 @@ def check_normalisation(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise UserError(
             f"layer {name} is a SyncBatchNorm",
-            "its statistics depend on how many ranks there are",
-            "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
+            "it takes its statistics over all ranks at once, so that a run would follow from their number; one rank "
+            "alone would compute what no other plan could go on with",
+            "use BatchNorm, which it is on one rank: its statistics are those of a microbatch, on any number of ranks",
         )
     own = "forward" in vars(module) or type(module).forward not in FORWARDS
     if keeps_statistics(module) and own and not keeps_torch_s_rule(module):
