@@ -35,6 +35,7 @@ def batches_to_come(run: Run) -> Iterator[Batch]:
         if run.steps_done == step:
             do = "give every batch to run.step, or to run.forward_backward before run.update()"
             raise RunError(f"batch of step {step + 1}", "no step was trained on it", do)
+        run.interrupt.begin()
         if run.snapshots is not None:
             run.snapshots.take_if_due()
 

@@ -18,7 +18,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Handles SIGINT and SIGTERM until `close`; a second signal, at least a second later, stops at once.
+    """Handles SIGINT and SIGTERM from `begin` to `close`; a second signal, at least a second later, stops at once.
+
+    Before the first step there is nothing to save: a signal ends the process as it ends any.
 
     was_asked: the signal by which a stop was requested in this process, ELSEWHERE where it was in another, else 0.
     """
@@ -29,7 +31,10 @@ class Interrupt:
     def __init__(self) -> None:
         self._asked_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
+
+    def begin(self) -> None:
+        """Handle the signals from now on; does nothing where it does."""
+        if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
     def close(self) -> None:

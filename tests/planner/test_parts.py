@@ -108,6 +108,7 @@ def test_anything_else_is_no_loss(result: Any) -> None:
 def test_a_signal_asks_and_the_handler_is_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     interrupt = Interrupt()
+    interrupt.begin()
     assert not interrupt.asked
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # the same request, delivered twice
