@@ -351,6 +351,7 @@ class Loader:
         self._reader = SampleReader(data, job.collate)
         self._workers, self._pin, self._prefetch = workers, pin, prefetch or 2
         self._job = job if not evaluation and samples is None and not job.streams else None
+        self._step, self._epoch = -1, None
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:
         """The rank's own microbatches of all `shares`, in order.
@@ -373,8 +374,9 @@ class Loader:
 
     def _item(self, share: Share, number: int, *, counts: bool = True) -> MicrobatchItem:
         key = stream_key(self._seed, self._word, share.step, number)
-        epoch = None if self._job is None else epoch_of_step(self._job, share.step)
-        return MicrobatchItem(number, share.microbatches[number], key, counts, epoch)
+        if self._job is not None and share.step != self._step:
+            self._step, self._epoch = share.step, epoch_of_step(self._job, share.step)
+        return MicrobatchItem(number, share.microbatches[number], key, counts, self._epoch)
 
     def _with_workers(self, items: Iterator[MicrobatchItem]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(
