@@ -184,10 +184,18 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan, shared: Container[str] =
 
 
 def refuse_layouts(model: nn.Module, plan: Plan) -> None:
-    """Raise `PlanError` for a buffer of another layout than strided, which ranks cannot compare."""
+    """Raise `PlanError` for a buffer that is not strided, and for a packed weight that would be cut."""
     for name, one in model.named_buffers():
         if one.layout != torch.strided:
             raise PlanError(f"plan {plan}", f"buffer {name} is of layout {one.layout}", "keep it in an attribute")
+    cuts = plan.data.zero_stage == 3 or plan.pipeline.active
+    for name, one in model.named_parameters() if cuts else ():
+        own = type(one).__module__.partition(".")[0] not in ("torch", "evenly")  # bitsandbytes' Params4bit, say
+        if own and not (one.is_floating_point() or one.is_complex()):
+            found = (
+                f"parameter {name}, a {type(one).__name__} of {one.dtype}, is packed: its numbers are not its elements"
+            )
+            raise PlanError(f"plan {plan}", found, "use plan ddp, zero2 or tensor, which leave a frozen weight whole")
 
 
 def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = None) -> None:

@@ -156,3 +156,37 @@ def test_a_forward_that_moves_state_is_refused_before_the_first_step(kind: type[
     for asked, do in ranks.run(refused, kind, "ddp"):
         assert "several ranks" in asked or "changes in the forward pass" in asked
         assert "State of your own" in do
+
+
+class Packed(nn.Parameter):
+    """Stands in for weights of four bits: two to a byte, with a scale beside them."""
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.weight = Packed(torch.arange(64, dtype=torch.uint8).view(8, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) @ (self.weight.to(x.dtype) / 64)
+
+
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("pipeline=2", marks=pytest.mark.full)])
+def test_a_packed_weight_is_refused_where_parameters_are_cut(plan: str, ranks: KeptRanks) -> None:
+    asked, do = ranks.run(refused, Base, plan)[0]
+    assert asked.startswith("plan") and "zero2" in do
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "tensor=2"])
+def test_a_packed_weight_stays_whole_under_other_plans(plan: str, ranks: KeptRanks) -> None:
+    assert ranks.run(steps_of_base, plan)[0] == STEPS
+
+
+def steps_of_base(plan: str) -> int:
+    job = evenly.Job(**{**vars(make("teacher")), "model": Base, "on_step": ()})
+    with evenly.start(job, plan=plan) as run:
+        for batch in run.batches():
+            run.step(batch)
+        return run.steps_done
