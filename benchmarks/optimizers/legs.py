@@ -97,9 +97,8 @@ def leg(subject: str, plan: str, out: Path, last: int) -> tuple[int, list[float]
                 done = run.steps_done
             with run.whole_model() as model:
                 found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    except evenly.UserError as problem:
+    except evenly.EvenlyError as problem:
         return done, losses, found, "refused" if not done else "error", str(problem)
     except Exception as problem:
-        kind = "error" if isinstance(problem, evenly.EvenlyError) else "raw"
-        return done, losses, found, kind, f"{type(problem).__name__}: {problem}"
+        return done, losses, found, "raw", f"{type(problem).__name__}: {problem}"
     return done, losses, found, "", ""
