@@ -149,6 +149,7 @@ MEMORY = {
 OF_MANY_CLASSES = ["single", "zero3", "tensor=2", "tensor=2 sequence_parallel=on", "pipeline=2"]
 
 
+@pytest.mark.full_but("2048-named1")
 @pytest.mark.parametrize(("classes", "named"), [(64, [*MEMORY]), (2048, OF_MANY_CLASSES)])
 def test_memory_is_predicted_by_what_a_gpu_saves(
     gpus: Path, gpu_ranks: KeptRanks, classes: int, named: list[str]
@@ -179,7 +180,7 @@ def reference(gpus: Path, gpu_ranks: KeptRanks, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.mark.full_but("single", "zero3", "zero3 offload=parameters", "pipeline=2")
+@pytest.mark.full_but("single", "zero3", "pipeline=2")
 @pytest.mark.parametrize("plan", VERIFIED)
 def test_verify_and_a_resumed_run_find_the_numbers_of_a_loop(
     gpus: Path, gpu_ranks: KeptRanks, reference: Path, plan: str
