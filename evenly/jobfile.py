@@ -82,7 +82,6 @@ def read_with(path: Path, read: Callable[[], T]) -> T:
 
 
 def _remedy(problem: Exception) -> str:
-    """What to do about an exception of job(): the field of `Job` that was meant, where one is misspelled."""
     names = [field.name for field in fields(Job)]
     unknown = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(problem))
     if unknown is None:
@@ -165,7 +164,6 @@ def with_defaults(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _definition(path: Path) -> ast.FunctionDef | None:
-    """The text of the file's `job`, if it is a plain function."""
     return next((node for node in _parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "job"), None)
 
 
@@ -202,7 +200,6 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _made_job(path: Path, job: Job, **settings: Any) -> Job:
-    """The job that a file has made itself, which takes no settings."""
     if settings:
         asked, found = f"--set {next(iter(settings))}=... for {path}", "its `job` is a Job, and no function"
         raise UserError(asked, found, "define `def job(...) -> evenly.Job:`")

@@ -139,7 +139,6 @@ class FakeMaker:
         return made
 
     def makes(self, tensor: Any, form: tuple[Any, ...], storage: Any) -> bool:
-        """Whether `make` makes such a tensor of its form."""
         if (storage is None and form[2]) or type(tensor) is not self.kind or tensor.requires_grad:
             return False
         made, keys = self.make(form, storage), torch._C._dispatch_key_set  # pyright: ignore
@@ -205,7 +204,6 @@ def apply_outside_transforms(function: type[torch.autograd.Function]) -> Callabl
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """A context within which none is: tensors are what they are without them."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
@@ -366,7 +364,6 @@ def unwrap_call(module: nn.Module, before: Any) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
     return backward_number() != -1
 
 
@@ -377,7 +374,6 @@ def autograd_node() -> tuple[str, int] | None:
 
 
 def next_node_number() -> int:
-    """The number of the next node that a forward in this thread makes."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
 
 

@@ -30,7 +30,6 @@ CONTROLS = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def callback_problems(trainer: Any) -> Iterator[str]:
-    """Which callbacks cannot be carried over, and why."""
     for callback in _others(trainer):
         name = type(callback).__name__
         if _steps_optimizer(callback):
@@ -45,7 +44,6 @@ def callback_problems(trainer: Any) -> Iterator[str]:
 
 
 def hooks_of_callbacks(trainer: Any, *, steps: int, per_epoch: int) -> dict[str, Sequence[Any]]:
-    """The hooks of a `Job`, by the names of its fields."""
     callbacks = _others(trainer)
     if not callbacks:
         return {}
@@ -88,7 +86,6 @@ class CallbackHooks:
         self._call("on_save", run)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: plain values."""
         state = {name: getattr(self._state, name) for name in CARRIED}
         callbacks = [[type(one).__name__, one.state()] for one in self._stateful()]
         return copy.deepcopy({"state": state, "control": self._control.state(), "callbacks": callbacks})
@@ -161,7 +158,6 @@ def _is_early_stopping(callback: TrainerCallback) -> bool:
 
 
 def _events(callback: TrainerCallback) -> list[str]:
-    """The events for which a callback has code of its own."""
     from transformers import TrainerCallback
 
     names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -169,16 +165,13 @@ def _events(callback: TrainerCallback) -> list[str]:
 
 
 def _steps_optimizer(callback: TrainerCallback) -> bool:
-    """Whether its code names an optimizer and something that it has to do with a step."""
     return {"optimizer", "step"} <= _names_in(callback)
 
 
 def _names_in(callback: TrainerCallback) -> set[str]:
-    """The names and constants in the code of its class."""
     codes = [function.__code__ for _, function in inspect.getmembers(type(callback), inspect.isfunction)]
     return {name for code in codes for name in (*code.co_names, *code.co_varnames, *map(str, code.co_consts))}
 
 
 def follows_loss(args: Any) -> bool:
-    """Whether what a Trainer calls the best is of the least evaluation loss."""
     return args.metric_for_best_model in (None, "loss", "eval_loss") and not args.greater_is_better

@@ -21,7 +21,6 @@ class EveryEpoch(LRScheduler):
             self._inner.step()
 
     def get_last_lr(self) -> list[Any]:
-        """The rates of the inner schedule."""
         return self._inner.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:

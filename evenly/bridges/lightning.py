@@ -218,7 +218,6 @@ def _check_schedule(schedule: Any) -> None:
 def _loaders(
     module: LightningModule, data: LightningDataModule | DataLoader[Any] | None
 ) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-    """Of training and validation."""
     if isinstance(data, DataLoader):
         return data, None
     source: Any = module if data is None else data

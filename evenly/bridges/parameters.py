@@ -28,8 +28,6 @@ def rebuilt_optimizer(
 
 
 def rebuilt_schedule(made: Any) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """What builds a LambdaLR like `made` for another optimizer."""
-
     def build(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, made.lr_lambdas)
 

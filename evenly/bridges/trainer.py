@@ -172,7 +172,6 @@ def _uses_items(function: Any) -> bool | None:
 
 
 def _items(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """How many labels count in a microbatch, as the Trainer counts them: a causal loss leaves out the first of each."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     if "labels" not in inputs:
@@ -187,7 +186,6 @@ def _items(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _base(trainer: Any) -> Any:
-    """The model, without peft's adapters around it."""
     model: Any = _bare(trainer)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -197,7 +195,6 @@ def _bare(trainer: Any) -> Any:
 
 
 def _alone(values: Iterable[Any]) -> Any:
-    """As a Trainer has it: one value by itself, several as a tuple."""
     found = tuple(values)
     return found[0] if len(found) == 1 else found
 
@@ -297,7 +294,6 @@ def _precision(trainer: Any) -> Precision:
 
 
 def _problems(trainer: Any) -> Iterator[str]:
-    """What cannot be carried over."""
     args = trainer.args
     inputs = [name for name in dir(trainer) if "prepare_input" in name or name == "get_batch_samples"]
     for method in (*LOOP, *inputs):
@@ -361,7 +357,6 @@ def _is_rebuildable(trainer: Any) -> bool:
 
 
 def _notes(trainer: Any) -> Iterator[str]:
-    """What `evenly run` does in its own way."""
     args = trainer.args
     if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
         yield "activation checkpointing is part of the plan here: add recompute=full to it"
@@ -385,7 +380,6 @@ def _notes(trainer: Any) -> Iterator[str]:
 
 
 def _evaluation_notes(trainer: Any) -> Iterator[str]:
-    """Where the loss of an evaluation is another figure than the Trainer's."""
     args = trainer.args
     if divides_by_items(trainer):
         yield (
@@ -401,7 +395,6 @@ def _evaluation_notes(trainer: Any) -> Iterator[str]:
 
 
 def _batches_alike(trainer: Any) -> bool:
-    """Whether an evaluation has the Trainer's batches: of the same size, and none smaller."""
     size, data = trainer.args.per_device_eval_batch_size, trainer.eval_dataset
     sets = data.values() if isinstance(data, Mapping) else [data]
     return size == trainer.args.per_device_train_batch_size and not any(

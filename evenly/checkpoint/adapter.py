@@ -98,7 +98,6 @@ def _is_peft(module: nn.Module) -> bool:
 
 
 def _config(config: Any, peft_model: Any) -> dict[str, Any]:
-    """As peft saves it next to an adapter."""
     saved = copy(config)
     saved.inference_mode = True
     if saved.base_model_name_or_path is None:

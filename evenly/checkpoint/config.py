@@ -86,7 +86,6 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _tensor_names(model: nn.Module) -> Iterator[str]:
-    """All names of parameters and buffers, those of tied ones too."""
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
     yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 

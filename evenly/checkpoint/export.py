@@ -153,7 +153,6 @@ def _check_target(to: Path) -> None:
 
 
 def _checked_pieces(folder: CheckpointFolder, step: int) -> tuple[Manifest, Mapping[str, list[Piece]]]:
-    """The manifest of a checkpoint that agrees with it and holds a model, and the pieces of each tensor."""
     try:
         manifest = folder.manifest(step)
         folder.check_files(manifest, manifest.files)
@@ -174,7 +173,6 @@ def _averages(manifest: Manifest) -> dict[str, str]:
 
 
 def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]], averages: Mapping[str, str]) -> _Source:
-    """The tensors of the run's model by their names there, and `averages` in the place of those that have one."""
     names = {name.removeprefix(MODEL): averages.get(name, name) for name in manifest.tensors if name.startswith(MODEL)}
     return _Source(
         {name: manifest.tensors[there] for name, there in names.items()},
@@ -183,7 +181,6 @@ def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]], averages: Ma
 
 
 def _renamed(source: _Source, root: Path, config: ModelConfig | None) -> _Source:
-    """By the names that the transformers model gives its tensors, where there is one."""
     if config is None or not config.prefix:
         return source
     others = [f"{name} is not in it" for name in source.forms if not name.startswith(config.prefix)]
@@ -210,7 +207,6 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _of_adapter(source: _Source, root: Path) -> tuple[_Source, str]:
-    """The tensors of the adapter by peft's names, and the text of its configuration."""
     adapter = read_adapter(RunFolder(root).adapter)
     lacking = [name for name in adapter.names.values() if name not in source.forms]
     if lacking or adapter.left_out:
@@ -227,7 +223,6 @@ def _of_adapter(source: _Source, root: Path) -> tuple[_Source, str]:
 def _write_all(
     to: Path, source: _Source, shards: Mapping[str, Sequence[str]], texts: Mapping[str, str], copied: Sequence[Path]
 ) -> None:
-    """The files, config.json last: a folder that has it is whole. On an error what was written goes."""
     made = [folder for folder in (to, *to.parents) if not folder.exists()]
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -280,7 +275,6 @@ def _texts(source: _Source, shards: Mapping[str, Sequence[str]], config: ModelCo
 
 
 def _config(config: ModelConfig, forms: Mapping[str, TensorForm]) -> dict[str, Any]:
-    """With the class and the type of the weights, which transformers adds when it saves."""
     floats = [form.dtype for form in forms.values() if form.dtype in FLOATS]
     return {**config.config, "architectures": [config.model_class], **({"dtype": floats[0]} if floats else {})}
 

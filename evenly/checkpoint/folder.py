@@ -46,7 +46,6 @@ class CheckpointFolder:
         return RunFolder(self.root).checkpoints
 
     def path(self, step: int) -> Path:
-        """Where the valid checkpoint of `step` lies."""
         return self.checkpoints / _name(step)
 
     def partial(self, step: int) -> Path:
@@ -195,7 +194,6 @@ class CheckpointFolder:
         return next((step for step in reversed(self.steps()) if self.is_sound(step)), None)
 
     def newest_readable(self) -> Manifest | None:
-        """The newest manifest that can be read."""
         return next((manifest for _, manifest in sorted(self._readable(), reverse=True)), None)
 
     def is_sound(self, step: int) -> bool:

@@ -99,7 +99,6 @@ def hash_file(path: Path) -> str:
 
 
 def differences(saved: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm]) -> list[str]:
-    """How the saved tensors differ from the wanted ones, a phrase per name."""
     found = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
     found += [f"{name} is in the checkpoint only" for name in saved if name not in wanted]
     both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
@@ -107,7 +106,6 @@ def differences(saved: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm
 
 
 def first_of(phrases: list[str], most: int = 3) -> str:
-    """The first few phrases, and how many more there are."""
     more = len(phrases) - most
     return "; ".join(phrases[:most]) + (f"; and {more} more" if more > 0 else "")
 

@@ -57,12 +57,10 @@ class Piece:
 
 
 def stored_type(form: TensorForm) -> str:
-    """What safetensors calls the type."""
     return NAMES[form.dtype]
 
 
 def size_bytes(form: TensorForm) -> int:
-    """Bytes of a tensor of this form."""
     return math.prod(form.shape) * TYPES[NAMES[form.dtype]][1]
 
 

@@ -19,7 +19,6 @@ PREFIX = "evenly-snapshot-"
 
 
 def memory_folder(run: Path) -> CheckpointFolder:
-    """Of the run in the folder `run`."""
     name = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
     return CheckpointFolder(MEMORY / f"{PREFIX}{os.getuid()}-{name}")
 

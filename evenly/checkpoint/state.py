@@ -128,9 +128,7 @@ class SplitAdapter(Protocol):
         """From shapes in the checkpoint to those of what this rank holds."""
         ...
 
-    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Where to read a checkpoint into, for this rank's `tensors`."""
-        ...
+    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]: ...
 
     def set_value(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Fills `tensors` from what was read."""
@@ -230,7 +228,6 @@ def set_empty_groups(optimizer: torch.optim.Optimizer, options: Sequence[Mapping
 
 
 def parameter_of(name: str) -> str:
-    """The parameter or buffer that a tensor of this full name belongs to."""
     for kind in (MODEL, AVERAGE):
         if name.startswith(kind):
             return name.removeprefix(kind)

@@ -410,7 +410,6 @@ def _merged_forms(parts: Sequence[Manifest]) -> dict[str, TensorForm]:
 
 
 def _reason_or(act: Callable[[], T]) -> T | str:
-    """The value of `act`, or the reason why the checkpoint is unsound."""
     try:
         return act()
     except Unsound as reason:

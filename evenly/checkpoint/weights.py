@@ -190,7 +190,6 @@ def _identity(value: Any) -> object:
 
 
 def _prefix(names: Sequence[str], pieces: Pieces) -> str:
-    """What the first of these names begins with and the names of `pieces` lack: the shortest by which most fit."""
     parts = names[0].split(".") if names else [""]
     prefixes = ["".join(f"{part}." for part in parts[:count]) for count in range(len(parts))]
     known = set(names)
@@ -239,7 +238,6 @@ def _fill(matches: Iterable[_Match], init: ShardedInit | None) -> None:
 
 
 def _bytes(one: _Match, first: int, end: int) -> Tensor:
-    """Bytes `first` to `end` of the tensor, in its own type."""
     element = one.tensor.itemsize
     begin = first // element
     values = _elements(one.piece, begin, -(-end // element)).to(one.tensor.dtype).view(torch.uint8)

@@ -62,7 +62,6 @@ class BoardServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
         host, port = self.server_address[:2]
         named = f"[{host}]" if ":" in str(host) else str(host)
         return f"http://{named}:{port}/{f'?token={self.token}' if self.token else ''}"
@@ -75,7 +74,6 @@ class BoardServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is no error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -98,7 +98,6 @@ def _on_nodes(place: NodePlace, folder: Path) -> list[Finding]:
 
 
 def _wrong_way(place: NodePlace, host: str) -> Finding | None:
-    """Where another node than the first has an address of its own for node 0."""
     resolved = resolved_address(host)
     if place.node == 0 or is_loopback(host) or not resolved or not is_loopback(resolved):
         return None
@@ -114,7 +113,6 @@ def _as_finding(place: NodePlace, asked: str, found: str, do: str) -> Finding:
 
 @contextmanager
 def _mark(folder: Path, token: str) -> Generator[str]:
-    """The name of a file in the folder that all nodes have to see."""
     mark = folder / f".doctor-{token}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

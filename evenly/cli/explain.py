@@ -33,7 +33,6 @@ def explain(job: Path, only: str, settings: list[str], *, json_only: bool, html:
 
 
 def _pictures(job: Path, plan: PlanSpec, values: dict[str, Any], documents: list[dict[str, Any]]) -> str:
-    """The page of what `plan` does with the job, which shows the documents too."""
     from evenly.planner.mechanisms import mechanisms_of
     from evenly.report.mechanisms import page
 
@@ -41,7 +40,6 @@ def _pictures(job: Path, plan: PlanSpec, values: dict[str, Any], documents: list
 
 
 def _explained(job: Path, plan: PlanSpec, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the axes of `plan` do to the job's model."""
     found: list[dict[str, Any]] = []
     if plan.splits_tensors or not plan.splits_blocks:
         from evenly.engine.find_splits import explain_splits

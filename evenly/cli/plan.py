@@ -57,7 +57,6 @@ def plan(options: PlanOptions) -> int:
 
 
 def _reading(request: PlanRequest) -> PlanRequest:
-    """A job's request, whose `watch` is shown how its model is read too."""
     from evenly.planner.auto import reading
 
     return reading(request)
@@ -131,7 +130,6 @@ def _draw(path: Path, request: PlanRequest, plans: Sequence[Prediction], *, assu
 
 
 def _with_batch(source: CostSource) -> Callable[[int], CostSource]:
-    """What is planned for with another batch, of which a job's is a part."""
     if not source.is_run:
         return lambda batch: source
     from evenly.planner.job_source import JobSource

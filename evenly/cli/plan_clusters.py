@@ -44,7 +44,6 @@ def compare_clusters(options: PlanOptions) -> int:
 
 
 def _prices(options: PlanOptions) -> Sequence[float | None]:
-    """One for each cluster, of a device for an hour."""
     count = max(1, len(options.clusters))
     if bad := [price for price in options.prices if not 0 < price < math.inf]:
         raise UserError(f"--price {bad[0]:g}", "it is no price", "give what a device costs for an hour: --price 2.5")
@@ -58,7 +57,6 @@ def _prices(options: PlanOptions) -> Sequence[float | None]:
 
 
 def _requests(options: PlanOptions, source: CostSource, batch: int | None) -> list[PlanRequest]:
-    """For each cluster what is asked, with the same batch."""
     alone = [replace(options, clusters=(one,)) for one in options.clusters] or [options]
     found = [plan_request(one, (source, batch))[0] for one in alone]
     if batch is not None:

@@ -86,7 +86,6 @@ def plan_request(options: PlanOptions, read: tuple[CostSource, int | None] | Non
 
 
 def is_job(options: PlanOptions) -> bool:
-    """Whether what is planned for is a job file."""
     return options.target.endswith(".py")
 
 
@@ -104,12 +103,10 @@ def _cluster(options: PlanOptions) -> Cluster:
 
 
 def read_source(options: PlanOptions) -> tuple[CostSource, int | None]:
-    """What is planned for, and its global batch where that is stated."""
     return _job(options) if is_job(options) else (_known(options), options.batch)
 
 
 def _job(options: PlanOptions) -> tuple[CostSource, int]:
-    """The job of a file, with its batch."""
     if stated := [name for name in ("batch", "sequence") if getattr(options, name)]:
         raise UserError(
             f"{' and '.join(map(option_name, stated))} for the job {options.target}",

@@ -43,7 +43,6 @@ def report(folders: Sequence[Path], *, out: Path | None, json_only: bool) -> int
 
 
 def _one(folders: Sequence[Path], out: Path | None, *, json_only: bool) -> int:
-    """Also writes timeline.json, where steps were recorded."""
     (folder,) = folders
     run, recorded = read_run(folder), read_recorded(folder)
     pipeline = pipeline_of(recorded, run.plan) if recorded else None

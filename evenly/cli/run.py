@@ -160,7 +160,6 @@ def with_autoresume(request: RunRequest) -> RunRequest:
 
 
 def run_options(request: RunRequest, asked: ReadRequest, out: Path | None, devices: int | None = None) -> RunOptions:
-    """The options that are passed to the ranks."""
     from evenly.train.options import RunOptions
 
     return RunOptions(
@@ -351,7 +350,6 @@ def devices_here(planned: int | None, nodes: int) -> int:
 
 
 def _one_process(plan: PlanSpec, nodes: int) -> int:
-    """Whether one process runs all ranks, as replicas."""
     if nodes > 1:
         raise PlanError(f"plan {plan} on {nodes} nodes", "replicas share one process", "use ddp")
     return 1

@@ -136,7 +136,6 @@ def _to_ray(options: SubmitOptions) -> int:
 
 
 def _handed_over(command: list[str], text: str, scheduler: str) -> str:
-    """What the scheduler's own program says of `text`."""
     asked = f"submit the run to {scheduler}"
     try:
         done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)

@@ -79,7 +79,6 @@ def _least_width(heads: Sequence[str], rows: Rows, wrapped: Sequence[int]) -> in
 
 
 def _stacked(heads: Sequence[str], rows: Rows, below: Sequence[int], width: int) -> Iterator[str]:
-    """Rows without the columns `below`, and these under each."""
     from rich.cells import cell_len, set_cell_size
 
     kept = [number for number in range(len(heads)) if number not in below]

@@ -195,7 +195,6 @@ def measure_devices(kind: str) -> list[Rates]:
 
 
 def _measured(operation: str, most_bytes: int, group: Group, every: Group, nodes: int) -> Iterator[Measured]:
-    """From small sizes to large, as long as that takes no more than `LONGEST_ROUND_S`."""
     for size in sizes_up_to(most_bytes):
         found = _measure(operation, size, group, every, nodes)
         yield found
@@ -211,7 +210,6 @@ def hop_rounds(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def _hops(most_bytes: int, nodes: int, devices: int, every: Group) -> list[Hop]:
-    """Of every node to the next, the same on all ranks."""
     return [hop for hops in hop_rounds(nodes) for hop in _round_of_hops(hops, most_bytes, devices, every)]
 
 
@@ -230,7 +228,6 @@ def _round_of_hops(hops: Sequence[tuple[int, int]], most_bytes: int, devices: in
 
 
 def _hop(size_bytes: int, hops: Mapping[int, int], devices: int, every: Group) -> Callable[[], object]:
-    """What this rank does in hops: sends to the rank of its place on the next node, receives from one, or waits."""
     node, place = divmod(every.position, devices)
     tensor = _buffer(size_bytes, every)
     if node in hops:
@@ -248,7 +245,6 @@ def _measure(operation: str, size_bytes: int, group: Group, every: Group, nodes:
 
 
 def _times_s(act: Callable[[], object], every: Group) -> list[float]:
-    """Of this rank, in as many rounds on all ranks."""
     for _ in range(WARM_ROUNDS):
         _timed(act, every)
     times_s: list[float] = []

@@ -107,7 +107,6 @@ def _torch() -> Iterable[Finding]:
 
 
 def torch_version(version: str, value: str) -> Finding:
-    """Whether `version` is among those that evenly supports."""
     supported = (2, 11) <= as_version(version) < (2, 16)
     return finding("torch", value, problem="" if supported else WANTED_TORCH)
 
@@ -237,7 +236,6 @@ def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
 
 
 def _listening() -> Iterable[Finding]:
-    """Where a run listens: which connections can reach it."""
     try:
         between = f"at {local_address(ELSEWHERE, 1)} ({socket_interface(ELSEWHERE, 1)}) for nodes of the run"
     except UserError as error:
@@ -305,7 +303,6 @@ def _ranks(world: int) -> Iterable[Finding]:
 
 
 def operations_found(results: Mapping[int, Mapping[str, Outcome]]) -> Iterable[Finding]:
-    """What came of trying every operation: by rank, and by operation."""
     outcomes = results[0]
     bad = {
         operation: f"rank {rank}: {outcome[operation].problem}"

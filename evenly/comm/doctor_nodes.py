@@ -96,7 +96,6 @@ class NodesFound:
 
 # ------------------------------------------------------------------------------------------------------- judging
 def judge_nodes(all_found: NodesFound) -> list[Finding]:
-    """What to say of the nodes, each by its name."""
     facts = all_found.facts
     judged = [
         *_missing(all_found),
@@ -146,7 +145,6 @@ def _device_kinds(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _names(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Names that are loopback's are no fault by themselves: an address that others reach is used in their place."""
     for one in facts:
         where = f"{one.interface} {one.address}"
         if one.cannot_listen:

@@ -80,7 +80,6 @@ class ExactSum:
             self._pairs += self._set_high(first, last, rows[:, first - start : last - start])
 
     def pairs(self) -> torch.Tensor:
-        """All low terms that are not zero, as rows (index, value) of float64."""
         many = [_pairs_of(term, chunk * CHUNK) for chunk, terms in self._many.items() for term in terms]
         return torch.cat([self.high.new_empty(0, 2), *self._pairs, *many])
 
@@ -106,7 +105,6 @@ class ExactSum:
         target.add_(0.0)  # -0.0 becomes 0.0
 
     def _low_rounded(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of start:end that have low terms, counted from `start`, and their sums, rounded to odd."""
         pairs = self.pairs()
         index, value = pairs[:, 0].long(), pairs[:, 1]
         inside = (index >= start) & (index < end)
@@ -179,12 +177,10 @@ class ExactSum:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """As numbers of a type that numpy has."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _pairs_of(terms: torch.Tensor, start: int) -> torch.Tensor:
-    """Those `terms` that are not zero, as rows (index, value), the first of index `start`."""
     (at,) = terms.nonzero(as_tuple=True)
     return torch.stack([(at + start).double(), terms[at]], 1)
 
@@ -218,7 +214,6 @@ def _rounded_to_odd(terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _first_of_each(numbers: torch.Tensor) -> torch.Tensor:
-    """A mask of the first place of each of `numbers`."""
     first = np.unique(numbers.cpu().numpy(), return_index=True)[1]
     mask = torch.zeros_like(numbers, dtype=torch.bool)
     mask[torch.from_numpy(first).to(numbers.device)] = True

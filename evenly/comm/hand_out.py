@@ -64,7 +64,6 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(message: bytes) -> Any:
-    """The inverse of `packed`, of what a rank of this run has packed."""
     return pickle.loads(message)
 
 
@@ -72,7 +71,6 @@ class _Packer(pickle.Pickler):
     """Packs dense tensors of the CPU as their bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """As pickle asks for it."""
         plain = type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu"
         if not plain or obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented

@@ -36,7 +36,6 @@ class LastWords:
         return int(rank) == self.rank or said != text
 
     def anything_said(self, limit_s: float) -> bool:
-        """Whether a rank has spoken, or does so within `limit_s`."""
         return _within(limit_s, lambda: self._store.check(["failed"]))
 
     def wait_for_others(self, limit_s: float) -> None:

@@ -116,7 +116,6 @@ def is_timed(group: Group) -> bool:
 
 
 def timing_of(group: Group, serial: int) -> Timing | None:
-    """What is noted of the operation `serial`, if it is timed."""
     timings = None if group.recorder is None else group.recorder.timings  # read once: any thread may end them
     return None if timings is None else timings.get(serial)
 

@@ -53,7 +53,6 @@ def last_seed() -> int:
 
 
 def seed(key: int, device: str = "cpu") -> None:
-    """As `reseed`, and also seeds Python's and numpy's generators."""
     reseed(key, device)
     seed_past_torch(key)
 

@@ -58,7 +58,6 @@ class Share:
 
     @property
     def runs(self) -> int:
-        """How many microbatches this rank runs, fillers included."""
         return len(self.own) + len(self.fillers)
 
     def filled(self) -> Share:
@@ -137,7 +136,6 @@ class CutStreamBatch(StreamedBatch):
         self.sample_of = dict(zip(batch.numbers, batch.samples, strict=True))
 
     def item(self, number: int) -> MicrobatchItem:
-        """What microbatch `number` of the step is made of."""
         return MicrobatchItem(
             number,
             self.microbatches[number],
@@ -162,14 +160,12 @@ class HeldStream:
         return iter(self.data if hasattr(self.data, "__iter__") else self.data())
 
     def first(self, job: Job) -> StreamBatch:
-        """The first batch of `job`, of which this is the data."""
         if self._first is None:
             self._reader = StreamReader.of(replace(job, data=self.data))
             self._first = self._reader.read()
         return self._first
 
     def take(self, job: Job) -> tuple[StreamBatch, StreamReader]:
-        """The first batch, which is held no longer, and what reads the next."""
         first, reader = self.first(job), self._reader
         assert reader is not None
         self._first = self._reader = None
@@ -251,11 +247,9 @@ class EvaluatedBatch(StreamedBatch):
         self.sample_of = {n: one for batch in batches for n, one in zip(batch.numbers, batch.samples, strict=True)}
 
     def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
-        """What each of `ranks` runs."""
         return [replace(share, first=self.first) for share in super().shares(ranks, speeds)]
 
     def item(self, number: int) -> MicrobatchItem:
-        """What microbatch `number` of these is made of."""
         place = self.first + number
         return MicrobatchItem(
             place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True
@@ -268,7 +262,6 @@ def no_evaluation_samples() -> UserError:
 
 
 def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
-    """What `rank` of `ranks` runs at `step`, see `CutBatch.shares`."""
     return cut_batch(job, step).shares(ranks, speeds)[rank]
 
 
@@ -290,7 +283,6 @@ def share_of_samples(job: Job, count: int, step: int, *, rank: int, ranks: int, 
 
 
 def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:
-    """What `rank` of `ranks` runs of an evaluation."""
     microbatches = microbatches_of_evaluation(job)
     return _share(0, microbatches, _dealt_by_samples(tuple(map(len, microbatches)), ranks), rank)
 
@@ -315,7 +307,6 @@ def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
 
 
 def _samples_by_index(job: Job, *, evaluation: bool) -> Any:
-    """What has the samples by index: the dataset, or the first batch of a stream."""
     data = job.eval_data if evaluation else job.data
     if not is_stream(data):
         return data
@@ -328,7 +319,6 @@ def _as_read(item: Any) -> Any:
 
 
 def _begin_worker(dtype: torch.dtype, _: int) -> None:
-    """What a worker has from the process that starts it, where it is not forked from that."""
     torch.set_default_dtype(dtype)
 
 
@@ -422,11 +412,9 @@ class KeptMicrobatches:
         self._source, self._kept = microbatches, list[Microbatch]()
 
     def read(self) -> MicrobatchStream:
-        """The microbatches as they are read."""
         return _FirstRead(self._source, self._kept)
 
     def again(self) -> MicrobatchStream:
-        """Those that were read."""
         return MicrobatchStream(one.copied() for one in self._kept)
 
 

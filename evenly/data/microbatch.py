@@ -128,7 +128,6 @@ def _samples_in_budget(costs: NDArray[np.float64], budget: float) -> NDArray[np.
 
 
 def _trace(begins: list[int]) -> list[int]:
-    """The ends of all groups, ascending, from the begin of the last group of every prefix."""
     ends: list[int] = []
     end = len(begins) - 1
     while end > 0:

@@ -38,7 +38,6 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 
 
 def _mapping_like(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the type of `nest`, which need not take a dict: a `defaultdict` takes its default first."""
     if type(nest) is dict:
         return values
     if not isinstance(nest, dict):  # a copy of another may have its items in common with it
@@ -76,7 +75,6 @@ def _items(nest: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def has_tensor(kind: type, nest: Any) -> bool:
-    """Whether a tensor of a nest is of class `kind`."""
     if isinstance(nest, torch.Tensor):
         return isinstance(nest, kind)
     if type(nest) is tuple or type(nest) is list:

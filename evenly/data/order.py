@@ -59,13 +59,11 @@ def batch_indices(*, seed: int, step: int, length: int, global_batch: int, shuff
 
 @lru_cache(maxsize=4)  # steps take their samples one after the other
 def _block(key: int, length: int, number: int) -> list[int]:
-    """The indices at `BLOCK` neighbouring positions, computed together: for one of a few samples it takes as long."""
     positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, length), dtype=np.uint64)
     return _permute(positions, length, key).tolist()
 
 
 def _permute(positions: NDArray[np.uint64], length: int, key: int) -> NDArray[np.uint64]:
-    """Where the permutation of range(length) that `key` names sends each of some positions in that range."""
     indices = _permute_grid(positions, length, key)
     outside = indices >= length
     while outside.any():
@@ -75,7 +73,6 @@ def _permute(positions: NDArray[np.uint64], length: int, key: int) -> NDArray[np
 
 
 def _permute_grid(cells: NDArray[np.uint64], length: int, key: int) -> NDArray[np.uint64]:
-    """The network itself: a permutation of the fewer than `length` + sqrt(`length`) + 1 cells of the grid."""
     side = isqrt(length - 1) + 1
     columns, rows = np.uint64(side), np.uint64(-(-length // side))
     row, column = cells // columns, cells % columns

@@ -29,7 +29,6 @@ class PackedStream(IterableDataset[torch.Tensor]):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
     def set_epoch(self, epoch: int) -> None:
-        """Also of the stream, where it has epochs."""
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
 

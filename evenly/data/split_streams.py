@@ -25,7 +25,6 @@ Held = Mapping[str, "int | list[str]"]
 
 
 def held_by(stream: Any) -> dict[str, int | list[str]]:
-    """The whole numbers and lists of texts that `stream` holds, by path."""
     found: dict[str, int | list[str]] = {}
     seen: set[int] = set()
     to_see = deque[tuple[str, Any]]([("", stream)])
@@ -84,7 +83,6 @@ def _with_size(text: str) -> str:
 
 
 def _parts(one: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by name."""
     if isinstance(one, type | ModuleType | str | bytes) or hasattr(one, "dtype"):
         return
     if isinstance(one, Mapping):

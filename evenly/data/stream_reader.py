@@ -82,7 +82,6 @@ class StreamReader:
 
     @classmethod
     def of(cls, job: Job) -> StreamReader:
-        """Of the training data of `job`."""
         return cls(job.data, seed=job.seed, size=job.global_batch, buffer=job.shuffle_buffer)
 
     @classmethod

@@ -69,7 +69,6 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
 
 
 def roots_of(job: Job, modules: Sequence[nn.Module] = ()) -> list[tuple[str, Any]]:
-    """What the code of a job is reached from, by name."""
     models = [(f"replica {number}" * bool(number), module) for number, module in enumerate(modules)]
     return [*models, *((phase or "loss", one.loss) for phase, one in job.by_phase.items())]
 

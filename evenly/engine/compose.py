@@ -91,7 +91,6 @@ class Composed:
 
     @property
     def execution_context(self) -> AbstractContextManager[None]:
-        """A context for everything that the job computes with the model."""
         return nullcontext() if self.tensor is None else self.tensor.axis
 
     @contextmanager
@@ -153,12 +152,10 @@ class Composed:
         return [*zip(self.pipeline.names, self.pipeline.parameters(), strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of `named_parameters`."""
         return [parameter for _, parameter in self.named_parameters()]
 
     @property
     def elements(self) -> int:
-        """The elements of all parameters of the model, whichever ranks hold them."""
         layouts = {} if self.tensor is None else self.tensor.layouts
         split = [(p, layouts[name]) for name, p in self.model.named_parameters() if name in layouts]
         elsewhere = sum(math.prod(layout.full_shape(p.shape)) - p.numel() for p, layout in split)
@@ -266,7 +263,6 @@ def compose(
 def _statistics(
     replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
 ) -> list[RunningStatistics]:
-    """The buffers that change by a rule, of each replica."""
     placeholders = pipeline.placeholders if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
@@ -289,7 +285,6 @@ def _statistics(
 def _gradients(
     replicas: Replicas, plan: Plan, world: World, blocks: Sequence[Block], ownership: Ownership | None
 ) -> GradientSum | LocalGradients | ReplicaGradients | PartitionedGradients | ShardedGradients:
-    """The gradient sum over microbatches and the data axis that fits the plan."""
     model, group, float64 = replicas[0].module, world.group("data"), plan.exact == "bitwise"
     if plan.data.zero_stage == 3:
         from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
@@ -336,7 +331,6 @@ def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
 
 
 def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients: Gradients) -> ScheduleRunner:
-    """The runner of this rank's stages, with the hooks of the other axes."""
     from evenly.parallel.pipeline.backward import StageBackward
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 
@@ -358,7 +352,6 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
 
 
 def _backward_context(plan: Plan, tensor: SplitModel | None) -> AbstractContextManager[object]:
-    """What is entered around every backward: recomputation runs the model."""
     context: AbstractContextManager[object] = nullcontext() if tensor is None else tensor.axis
     return context if plan.recompute not in ("selective", "full") else RecomputedBackward(plan.recompute, context)
 
@@ -457,7 +450,6 @@ def _change_blocks(
 def _compiled_heads(
     replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan, compilers: Sequence[Compiler]
 ) -> Iterator[tuple[Sequence[Block], list[Change]]]:
-    """What is compiled outside of the blocks, of the replicas that have such."""
     if not compilers:
         return
     from evenly.parallel.core.compiled import unaligned_products
@@ -470,7 +462,6 @@ def _compiled_heads(
 def _compilers(
     replicas: Replicas, statistics: Sequence[RunningStatistics], plan: Plan, world: World, pipeline: Pipeline | None
 ) -> list[Compiler]:
-    """What compiles the blocks of each replica, if the plan asks for it."""
     if plan.compile != "blocks":
         return []
     from evenly.parallel.core.compiled import Compiler, check_compilable  # torch's compiler takes seconds to import

@@ -139,7 +139,6 @@ class Executor(ABC):
 
     @property
     def _is_timed(self) -> bool:
-        """Whether the time that this rank computes is known."""
         return self.world.recorder is not None and self.world.device == "cpu"
 
     def evaluate(self, batch: Batch) -> StepTotals:
@@ -408,7 +407,6 @@ class Batch:
         return self.loader.samples(self.share)
 
     def again(self) -> Batch:
-        """The same batch, read again."""
         batch = Batch(self.share, self.loader.read(iter([self.share])), self.loader, made=self.made)
         batch.first, batch.loss, batch.phase = self.first, self.loss, self.phase
         return batch

@@ -53,7 +53,6 @@ def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[S
 
 
 def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[StagePlan, list[CallCost]]:
-    """The first of `stage_plans_of`, with the cost of each of its calls."""
     stage_plans, call_costs = stage_plans_of(job, model, plan, device=device)
     return next(iter(stage_plans.values())), call_costs
 
@@ -109,8 +108,6 @@ def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPha
 
 
 def _evaluations(job: Job, model: nn.Module, precision: str) -> Sequence[Code]:
-    """The job's loss on the first microbatches of its evaluations, if it has any."""
-
     def evaluated(run: Callable[[], Any]) -> Any:
         with evaluating(model):
             return run()
@@ -222,7 +219,6 @@ def _most_in_flight(plan: Plan, microbatches: int) -> list[int]:
 
 
 def _cost(call_cost: CallCost, device: str) -> float:
-    """The cost of its forward on a device of that type, in floating-point operations."""
     return call_cost.flops + call_cost.moved_bytes * FLOPS_PER_BYTE[device]
 
 

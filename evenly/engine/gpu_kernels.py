@@ -19,7 +19,6 @@ from evenly.parallel.tensor.axis import is_split
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """As `_fused_rms_norm`, of one type: input and weight are saved, and two numbers per row for one."""
     # Where there is no weight and no gradient, it may be of a batch's numbers, which shapes may follow from.
     numbers = weight is None and not input.requires_grad
     if numbers or input.is_complex() or (weight is not None and weight.dtype != input.dtype):

@@ -52,7 +52,6 @@ class MetricSums:
 
 
 def joined_metrics(passes: Sequence[Mapping[str, MetricSums]]) -> dict[str, MetricSums]:
-    """The metrics of several passes, each of those that have it."""
     names = dict.fromkeys(name for metrics in passes for name in metrics)
     having = {name: [metrics[name] for metrics in passes if name in metrics] for name in names}
     return {
@@ -129,7 +128,6 @@ def put(values: list[float], elsewhere: dict[int, torch.Tensor], place: int, val
 
 
 def joined(values: list[float], elsewhere: Mapping[int, torch.Tensor], device: str) -> torch.Tensor:
-    """What `put` has filled, as one float64 vector on `device`."""
     vector = on_device(values, device)
     if elsewhere:
         places = on_device([*elsewhere], vector.device, torch.int64)
@@ -138,7 +136,6 @@ def joined(values: list[float], elsewhere: Mapping[int, torch.Tensor], device: s
 
 
 def mark_of(names: Iterable[str]) -> float:
-    """The mark of losses with metrics of these names."""
     ordered = sorted(names)
     if not ordered:
         return NO_METRICS
@@ -181,7 +178,6 @@ class MetricNames:
 
 
 def unlike_metrics(first: int, names: Sequence[str], number: int, others: Sequence[str]) -> RunError:
-    """The error of two microbatches, by number, that have metrics of different names."""
     return RunError(
         "the metrics of a loss must have the same names in every microbatch of a batch",
         f"microbatch {first} has {', '.join(names) or 'none'}, microbatch {number} {', '.join(others) or 'none'}",

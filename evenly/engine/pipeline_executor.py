@@ -84,7 +84,6 @@ class PipelineExecutor(Executor):
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
 
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""
         filler = [replace(microbatches[-1], counts=False)] if microbatches else []
         return [*microbatches, *filler * (self._runnable(len(microbatches)) - len(microbatches))]
 
@@ -140,7 +139,6 @@ class _Evaluating:
         return self.executor.run_code(self.executor.composed.replicas[0], found.copied(), self.key_of(found))
 
     def key_of(self, microbatch: Microbatch) -> int:
-        """The random stream of the microbatch."""
         return stream_key(self.executor.job.seed, "evaluation", microbatch.number)
 
     def stop(self, microbatch: int, problem: EvenlyError) -> bool:
@@ -172,7 +170,6 @@ class _Looking(_Evaluating):
         return False
 
     def key_of(self, microbatch: Microbatch) -> int:
-        """As in the first step."""
         return self.executor.stream_of(0, microbatch.number)
 
     def forward(self, microbatch: int) -> torch.Tensor | None:

@@ -70,7 +70,6 @@ class Advance:
 
     @property
     def follows_evaluations(self) -> bool:
-        """Whether it is given evaluations, and does not count steps."""
         return self._every is not None
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:

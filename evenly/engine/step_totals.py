@@ -61,7 +61,6 @@ class StepTotals:
 
     @property
     def not_finite(self) -> list[int]:
-        """The microbatches whose loss is not a finite number."""
         return [number for number, total in enumerate(self.totals) if not math.isfinite(total)]
 
     def check(self, step: int) -> None:
@@ -90,12 +89,10 @@ class StepTotals:
 
     @property
     def values(self) -> dict[str, float]:
-        """Of the metrics by name, but those whose count is 0."""
         return {name: value for name, metric in self.metrics.items() if (value := metric.value) is not None}
 
 
 def joined_totals(passes: Sequence[StepTotals]) -> StepTotals:
-    """The totals of a step of these passes, whose microbatches follow one another."""
     if len(passes) == 1:
         return passes[0]
     return replace(
@@ -124,7 +121,6 @@ class StepTotalsBuilder:
 
     @property
     def size(self) -> int:
-        """The length of the vector."""
         return self._cells + self._world.size * (self._devices + 3) + 3
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:

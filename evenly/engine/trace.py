@@ -70,7 +70,6 @@ class Origin:
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """The first is the cause."""
         microbatch = self.site.microbatch
         return self.sureness, -1 if microbatch is None else microbatch, self.backward
 
@@ -118,7 +117,6 @@ class NonFiniteWatch(TorchDispatchMode):
 
     @property
     def origins(self) -> list[Origin]:
-        """Of this rank."""
         return [*self._first.values()]
 
     # ---------------------------------------------------------------------------------------- operations
@@ -169,7 +167,6 @@ class NonFiniteWatch(TorchDispatchMode):
         self._first.setdefault((found.sureness, found.site.microbatch), found)
 
     def _where(self) -> Site:
-        """The innermost module that runs, and the user's line."""
         module, place, frame = None, "", sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and not (module and place):
             code = frame.f_code
@@ -197,7 +194,6 @@ def describe_origin(found: Origin, samples: Sequence[int], rank: int) -> str:
 
 
 def _led(origin: Origin) -> Origin:
-    """The origin of a bad loss or gradient."""
     return replace(origin, sureness=LED_TO) if origin.sureness in (MADE_NAN, MADE_INFINITY) else origin
 
 

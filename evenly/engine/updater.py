@@ -242,7 +242,6 @@ class Updater:
             self.advance.evaluated(step, figures)
 
     def state(self) -> dict[str, Any]:
-        """What is saved of it besides the state of its optimizer."""
         return {
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "followed": self.advance.followed,
@@ -250,7 +249,6 @@ class Updater:
         }
 
     def load_state(self, values: dict[str, Any]) -> None:
-        """The inverse of `state`."""
         if self.schedule is not None:
             self.schedule.load_state_dict(values["schedule"])
         self.advance.followed = values.get("followed", 0)

@@ -45,7 +45,6 @@ class Updaters:
 
     @property
     def first(self) -> Updater:
-        """That of the first phase."""
         return next(iter(self.by_phase.values()))
 
     def of_step(self, step: int) -> dict[str, Updater]:
@@ -54,7 +53,6 @@ class Updaters:
 
     @property
     def trained(self) -> list[str]:
-        """The names of all parameters that an optimizer steps."""
         return [name for one in self.by_phase.values() for name in one.trained]
 
     def steps_whole(self, name: str) -> bool:
@@ -101,12 +99,10 @@ class Updaters:
             yield
 
     def state(self) -> dict[str, Any]:
-        """What is saved of them besides the state of their optimizers."""
         states = {phase: one.state() for phase, one in self.by_phase.items()}
         return states.get("") or {"phases": states}
 
     def load_state(self, values: dict[str, Any]) -> None:
-        """The inverse of `state`."""
         for phase, one in self.by_phase.items():
             one.load_state(values["phases"][phase] if phase else values)
 
@@ -124,7 +120,6 @@ def built_optimizers(job: Job, named: Mapping[str, torch.nn.Parameter], plan: Pl
 
 
 def joined_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """The optimizer, or what stands for all of several."""
     return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)
 
 
@@ -159,7 +154,6 @@ class _JoinedState(MutableMapping[torch.Tensor, Any]):
         self._optimizers = optimizers
 
     def _of(self, parameter: Any) -> MutableMapping[torch.Tensor, Any]:
-        """That of the optimizer which steps `parameter`."""
         for one in self._optimizers:
             own = (mine for group in one.param_groups for mine in group["params"])
             if any(parameter is mine for mine in own) or (

@@ -85,7 +85,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """The number of all its devices."""
         return self.nodes * self.devices
 
     @cached_property
@@ -106,7 +105,6 @@ class Cluster:
 
     @cached_property
     def fabric(self) -> Fabric:
-        """How its devices talk, as numbers to compute with."""
         return fabric_of(
             self.device,
             per_domain=self.domain,

@@ -117,7 +117,6 @@ def _numbers(link: Link) -> dict[str, Any]:
 
 
 def _entries(values: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers, words, truth values and lists of them, which JSON writes as TOML does."""
     return (f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)
 
 

@@ -61,7 +61,6 @@ def local_cluster(devices: int | None = None) -> Cluster:
 
 
 def local_devices() -> int:
-    """How many devices this machine has."""
     from evenly.launcher.environment import available_cores
 
     return local_gpus() or min(available_cores(), MOST_CPU_RANKS)

@@ -98,7 +98,6 @@ def device_with(kind: str, own: Mapping[str, Any]) -> Device:
 
 
 def device_names() -> list[str]:
-    """The names of all kinds."""
     return list(_kinds())
 
 
@@ -128,7 +127,6 @@ def _facts() -> dict[str, dict[str, Any]]:
 
 
 def _facts_of(device: Device) -> dict[str, Any]:
-    """The facts of a kind, or of a variant."""
     kind, _, variant = device.name.partition(":")
     facts = _facts()[kind]
     return {**facts, **(variant_facts(kind, facts, variant) if variant else {})}
@@ -145,7 +143,6 @@ def _by_key() -> dict[str, Device]:
 
 
 def all_names() -> list[tuple[str, str]]:
-    """Every name of every kind: (kind, name)."""
     return [(name, word) for name, facts in _facts().items() for word in (name, *facts["names"])]
 
 

@@ -83,17 +83,14 @@ def fabric_of(
 
 
 def near_link(name: str) -> dict[str, Any]:
-    """The constants of a link within a node."""
     return _named(name, {key: table for key, table in _tables().items() if key != "network"}, "link")
 
 
 def far_link(name: str) -> dict[str, Any]:
-    """The constants of a network between nodes."""
     return _named(name, _tables()["network"], "network")
 
 
 def network_names() -> list[str]:
-    """The names of all known networks."""
     return list(_tables()["network"])
 
 

@@ -120,7 +120,6 @@ def measured_link(operation: str, group: LinkedRanks, cluster: Cluster) -> Link 
 
 
 def near_rate(fabric: Fabric, ranks: int) -> float:
-    """Bytes/s that one of `ranks` ranks of a domain sends."""
     return fabric.ring_rate * (ranks - 1) / fabric.peers if fabric.peers else fabric.ring_rate
 
 
@@ -130,7 +129,6 @@ def far_rate(fabric: Fabric, group: LinkedRanks) -> float:
 
 
 def _moved(near_bytes: float, far_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
-    """Seconds for what a rank sends within a domain, and a domain out of it, at the same time."""
     near = near_bytes / near_rate(fabric, group.per_node) if group.per_node > 1 else 0.0
     return near if group.domains == 1 else max(near, far_bytes / far_rate(fabric, group))
 
@@ -162,7 +160,6 @@ def tree(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
 
 
 def in_network(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
-    """An all_reduce within the switches of each domain (NVLS), over trees between them."""
     ranks, domains = group.per_node, group.domains
     near_s = size_bytes * (1 + 1 / ranks) / fabric.in_network_rate
     near_s = max(near_s, 2 * size_bytes * (ranks - 1) / ranks / fabric.in_network_most)

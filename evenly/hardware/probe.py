@@ -27,7 +27,6 @@ LONGEST_S = 1.0  # of an operation: a size that would take longer is left out
 
 
 def slowest(rates: Sequence[Rates]) -> Rates:
-    """What all of these reach, where they have been measured alike."""
     first = rates[0]
     memories = [one.memory for one in rates if one.memory is not None]
     small = [one.small for one in rates if one.small is not None]
@@ -94,7 +93,6 @@ def _small_rate() -> float:
 
 
 def seconds_each(act: Callable[[], object], kind: str) -> float:
-    """Seconds of one operation, with what its core does for others meanwhile."""
     _finished(act, kind)
     return statistics.median(_window_s(act, kind) for _ in range(WINDOWS))
 

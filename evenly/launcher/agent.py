@@ -94,7 +94,6 @@ class FailedRank(RankError):
         self.step, self.kind = step, kind
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook prints of it: the rank's own traceback, not that of the launcher, and the message."""
         return [*self.traceback.splitlines(), "", *str(self).splitlines()]
 
 
@@ -132,7 +131,6 @@ class Launch:
 
     @property
     def first_rank(self) -> int:
-        """The global rank of the first of these."""
         return 0 if self.part is None else self.part.first_rank
 
 
@@ -312,7 +310,6 @@ def _agent_config(launch: Launch) -> Any:
 
 
 def _rendezvous(parameters: Any) -> Any:
-    """The rendezvous of a launch, for torch's agent."""
     from evenly.launcher.rendezvous import OneNode
 
     launch: Launch = parameters.get("launch")
@@ -320,7 +317,6 @@ def _rendezvous(parameters: Any) -> Any:
 
 
 def _no_logs() -> Any:
-    """The agent's own log files, switched off: a rank redirects its output itself, to its very end."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class NoLogs(LogsSpecs):

@@ -433,7 +433,6 @@ NOTEBOOK_VARIABLE = "EVENLY_NOTEBOOK"
 
 
 def is_in_notebook() -> bool:
-    """Whether what this rank prints is shown in a notebook's cell."""
     return NOTEBOOK_VARIABLE in os.environ
 
 

@@ -35,7 +35,6 @@ def importing() -> Generator[None]:
 
 
 def all_caches() -> list[Any]:
-    """Every `functools.lru_cache` of this process."""
     return [*_caches, *_tracked()]
 
 

@@ -17,7 +17,6 @@ ELSEWHERE = "192.0.2.1"  # an address for examples (RFC 5737): the way to it is 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine by definition: localhost, 127.0.0.1, ..."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -97,7 +96,6 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_interface(host: str, port: int) -> str:
-    """The name of the interface of `local_address`."""
     address = local_address(host, port)
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
@@ -120,5 +118,4 @@ def _route_from(host: str, port: int) -> str:
 
 
 def words(problem: OSError) -> str:
-    """What an error of the operating system says."""
     return os.strerror(problem.errno) if problem.errno else str(problem) or type(problem).__name__

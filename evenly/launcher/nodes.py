@@ -89,7 +89,6 @@ class NodeRun:
 
 
 def failure_of(outcome: Report) -> FailedRank:
-    """The error of a run that has failed so."""
     return FailedRank(
         outcome.asked,
         outcome.found,
@@ -141,7 +140,6 @@ def _take_part(run: NodeRun) -> Report:
 
 
 def _next(run: NodeRun, client: Any, number: int) -> Round | Report:
-    """The round of that number, or how the run has ended."""
     while True:
         if client.check([f"round {number}"]):
             return Round.from_text(client.get(f"round {number}"))

@@ -17,7 +17,6 @@ LOOK_EVERY_S = 0.1
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     kernelapp = sys.modules.get("ipykernel.kernelapp")
     return kernelapp is not None and bool(kernelapp.IPKernelApp.initialized())
 

@@ -79,7 +79,6 @@ class RankExit:
 
     @property
     def text(self) -> str:
-        """What was asked and found, in one line."""
         return ": ".join(part for part in (self.asked, self.found) if part)
 
     @property
@@ -156,18 +155,15 @@ class LaunchFolder:
         (self.control / PAUSE).touch()
 
     def records(self) -> list[RankRecord]:
-        """What the ranks of this node have recorded."""
         return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
 
     def glances(self) -> list[RankRecord]:
-        """As `records`, without their entries."""
         return [record for path in self.control.glob("*.record") if (record := glance(path)) is not None]
 
     def stack_file(self, rank: int) -> Path:
         return self.control / f"{rank}.stacks"
 
     def stacks(self, rank: int) -> str:
-        """The stacks that a rank has dumped so far."""
         path = self.stack_file(rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -201,7 +197,6 @@ class Task:
 
     @property
     def needs_main(self) -> bool:
-        """Whether the ranks have to import the launcher's main module."""
         return not self.by_value and b"__main__" in self.pickled
 
     def __call__(self) -> Any:
@@ -406,7 +401,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _describe_error(error: BaseException) -> tuple[str, str, str]:
-    """What was asked, what was found, and what to do."""
     if _kind(error) == "memory":
         place = "" if isinstance(error, EvenlyError) else place_of(error)
         return "", f"it had no room: {in_one_line(error)}{place}", LESS_MEMORY

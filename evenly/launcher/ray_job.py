@@ -28,7 +28,6 @@ class RayJob:
     arguments: Sequence[str] = ()
 
     def command(self) -> list[str]:
-        """What runs on a node of the cluster."""
         return [
             *("evenly", "run", str(self.job), "--out", str(self.out), "--autoresume"),
             *("--ray", self.workers.to_text(), "--restarts", str(self.restarts)),

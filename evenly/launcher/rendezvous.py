@@ -109,7 +109,6 @@ class NodeStore:
             self._relay = Relay(listener, self._enter)
 
     def client(self) -> TCPStore:
-        """A connection of its own to the store."""
         return TCPStore(LOOPBACK, self.local_port, is_master=False, wait_for_workers=False)
 
     def there(self) -> list[str]:
@@ -191,7 +190,6 @@ def serve_store(address: str = LOOPBACK, port: int = 0) -> tuple[TCPStore, int]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens at `address`."""
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 

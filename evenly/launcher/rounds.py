@@ -55,7 +55,6 @@ class NodeRange:
 
     @property
     def elastic(self) -> bool:
-        """Whether the run goes on with fewer nodes."""
         return self.least < self.most
 
     def __str__(self) -> str:
@@ -98,7 +97,6 @@ class Round:
     mark: str = ""
 
     def part(self, token: str, *, port: int, interface: str) -> NodePart:
-        """The part of the launcher that is called `token`."""
         place = [member.token for member in self.members].index(token)
         ranks = [member.devices for member in self.members]
         return NodePart(place, len(ranks), sum(ranks[:place]), sum(ranks), self.number, port, interface)
@@ -188,7 +186,6 @@ class View:
 
     @property
     def gone(self) -> list[Member]:
-        """Of those, the ones that are not connected any more."""
         return [member for member in self.unreported if self.present.get(member.node) != member]
 
     @property
@@ -202,7 +199,6 @@ Action = Literal["wait", "begin", "pause", "end", "over"] | Report
 
 
 def next_action(view: View) -> Action:
-    """What to do now."""
     return _between_rounds(view) if view.round is None else _within(view)
 
 

@@ -37,11 +37,9 @@ class SlurmJob:
 
     @property
     def name(self) -> str:
-        """Of the job in the queue."""
         return re.sub(r"[^\w.-]+", "-", self.job.stem)
 
     def command(self) -> list[str]:
-        """What each task runs."""
         devices = [] if self.devices is None else ["--devices", str(self.devices)]
         return ["evenly", "run", str(self.job), "--out", str(self.out), "--autoresume", *devices, *self.arguments]
 

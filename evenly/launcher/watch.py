@@ -163,7 +163,6 @@ class Watch:
         return explain_stall(records, overdue, self._standstills.silent(overdue), stopped, now_s=time.time())
 
     def _any_died(self) -> bool:
-        """Whether a rank's process is gone without having recorded its end: then how it died is the cause."""
         ended = {record.rank for record in self._folder.records() if record.state == "ended"}
         return any(rank not in ended and not _lives(pid) for rank, pid in self._folder.pids().items())
 

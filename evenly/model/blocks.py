@@ -59,7 +59,6 @@ def recomputable(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]) -> Iterable[list[Block]]:
-    """The lists of blocks in `module`, of several towers each its own."""
     chosen: set[int] = set()
     for items in _like_children(name, module, may_repeat):
         chosen.update(id(item.module) for item in items)
@@ -84,7 +83,6 @@ def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Mod
 def _like_children(
     name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]
 ) -> Iterable[list[Block]]:
-    """Two or more children of one class each."""
     by_class: dict[type, list[Block]] = {}
     for child_name, child in module.named_children():
         if may_repeat(module, child) and any(True for _ in child.parameters()):
@@ -115,7 +113,6 @@ def _alone_in_container(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def _alike(items: Sequence[Block]) -> bool:
-    """Whether more than half of the items are like one of them: the first of T5 has a bias that the others have not."""
     shapes = Counter(frozenset((n, tuple(p.shape)) for n, p in item.module.named_parameters()) for item in items)
     return any(
         2 * sum(count for other, count in shapes.items() if 2 * len(one & other) > len(one | other)) > len(items)
@@ -143,7 +140,6 @@ def _size(items: Sequence[Block]) -> int:
 
 
 def _once(blocks: Iterable[Block]) -> list[Block]:
-    """Each module once, under its first name: a layer used twice may stand in two lists, or in another block."""
     first: dict[int, Block] = {}
     for block in blocks:
         first.setdefault(id(block.module), block)

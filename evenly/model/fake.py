@@ -27,7 +27,6 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def arrived(self) -> bool:
-        """Whether it has data by now."""
         raise NotImplementedError
 
 

@@ -9,5 +9,4 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether `module` is a layer whose running statistics follow what it sees."""
     return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None

@@ -56,7 +56,6 @@ def plans_started(folder: RunFolder) -> list[str]:
 
 
 def ended_attempts(folder: RunFolder) -> list[EndedAttempt]:
-    """What `note_end` has written."""
     names = EndedAttempt.__dataclass_fields__
     ended = [record for record in _records(folder) if "ended" in record and names.keys() <= record.keys()]
     return [EndedAttempt(**{name: record[name] for name in names}) for record in ended]

@@ -57,7 +57,6 @@ def disagreement(calls: Mapping[int, CollectiveCall]) -> str:
 
 
 def inside(record: RankRecord) -> Entry | None:
-    """The operation that a rank is in, the oldest of several."""
     return next((entry for entry in record.entries if entry.left_s is None), None)
 
 
@@ -126,7 +125,6 @@ _PEER = re.compile(r"(?:to|from) (\d+)")
 def _of_point_to_point(
     by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]
 ) -> list[Diagnosis]:
-    """For each rank that waits in a send or receive, where its peer is."""
     diagnoses: list[Diagnosis] = []
     for rank, record in by_rank.items():
         entry = inside(record) if is_waiting(record) else None

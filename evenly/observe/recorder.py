@@ -244,7 +244,6 @@ def read(path: Path) -> RankRecord | None:
 
 
 def glance(path: Path) -> RankRecord | None:
-    """As `read`, without the entries: for looks every moment."""
     try:
         with path.open("rb") as file:
             return _header(file.read(SLOT_BYTES))

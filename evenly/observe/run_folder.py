@@ -24,7 +24,6 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """The decisions of the run (plan, seed, sizes), one JSON document."""
         return self.root / "plan.json"
 
     @property
@@ -53,7 +52,6 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The folder of the ranks' output."""
         return self.root / "logs"
 
     def logger(self, name: str) -> Path:
@@ -65,16 +63,13 @@ class RunFolder:
         return self.root / "events" / f"rank{rank}.jsonl"
 
     def ranks_with_events(self) -> list[int]:
-        """The ranks that have written events."""
         numbers = (path.stem.removeprefix("rank") for path in (self.root / "events").glob("rank*.jsonl"))
         return sorted(int(number) for number in numbers if number.isdecimal() and len(number) < LONGEST_NUMBER)
 
     def timeline(self, rank: int) -> Path:
-        """What `rank` did when in a few steps, one JSON object per line."""
         return self.root / "timeline" / f"rank{rank}.jsonl"
 
     def timelines(self) -> Iterator[Path]:
-        """The timelines that ranks have written."""
         return (self.root / "timeline").glob("rank*.jsonl")
 
     @property

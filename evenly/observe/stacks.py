@@ -61,7 +61,6 @@ class StackReader:
 
 
 def stacks_in(text: str) -> list[ThreadStack]:
-    """The stacks of one dump by `faulthandler`, or of several."""
     return [
         ThreadStack(
             int(ident, 16),

@@ -113,7 +113,6 @@ STUCK = "look for a loop or a wait without end there; --stall-limit allows more 
 
 
 def _is_stuck(record: RankRecord) -> bool:
-    """Whether a rank that stands still waits for no other."""
     return record.state in LIMITED and (record.in_own_code or inside(record) is None)
 
 

@@ -87,7 +87,6 @@ def _message(span: ActionSpan, begin_s: float) -> UnderWay:
 
 
 def communication(found: Sequence[UnderWay]) -> Communication:
-    """Of the operations of one rank along one axis."""
     return Communication(
         covered([(one.begin_s, one.end_s) for one in found]), covered([(one.waited_from_s, one.end_s) for one in found])
     )

@@ -109,7 +109,6 @@ def _beyond(memory: Memory, parts: int) -> Score:
 
 
 def _least_largest(blocks: int, parts: int, score: Score) -> tuple[float, Counts]:
-    """The least that the largest score of a part can be, and how many blocks each has. A part's score grows with it."""
     following: dict[int, float] = {blocks: 0}  # of the stages that follow, by their first block
     ends: list[dict[int, int]] = []  # of each stage from the last on, by its first block
     for stage in reversed(range(parts)):

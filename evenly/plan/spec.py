@@ -346,7 +346,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values of keys, and what is wrong with the others."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in given.items():

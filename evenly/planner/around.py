@@ -89,7 +89,6 @@ def grid_of(
 
 
 def _distance(one: tuple[int, int], asked: tuple[int, int]) -> float:
-    """How many halvings and doublings lie between."""
     return sum(abs(log2(a / b)) for a, b in zip(one, asked, strict=True))
 
 

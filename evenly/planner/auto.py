@@ -84,7 +84,6 @@ def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo, cluster: Path | No
 
 
 def as_recorded(found: Prediction) -> dict[str, Any]:
-    """The form in which plan.json keeps a prediction, and `evenly report` reads it."""
     memory = [
         {cause: getattr(rank, cause) for cause in CAUSES_OF_MEMORY} | {"peak": rank.peak} for rank in found.memory
     ]

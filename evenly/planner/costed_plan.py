@@ -99,14 +99,12 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
 
 
 def time_of(one: CostedPlan, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
-    """The time of a step, and its bubble."""
     return step_time(one.parts, replace(one.config, layers=layers), one.machine)
 
 
 def predicted(
     request: PlanRequest, one: CostedPlan, memory: Sequence[MemoryByCause], time: TimeByCause, bubble: float
 ) -> Prediction:
-    """All that is predicted of a candidate."""
     config, sequence = one.config, request.source.sequence
     return Prediction(
         plan=one.plan,
@@ -132,7 +130,6 @@ def model_flops(parts: ModelCosts, config: TrainingConfig) -> float:
 
 
 def sent_bytes(one: CostedPlan) -> float:
-    """What a rank sends in a step, by rings."""
     config, parts, library = one.config, one.parts, one.machine.library
     share = 1 / config.pipeline
     reduced = sum(map(_summed_bytes, parts.blocks)) * share

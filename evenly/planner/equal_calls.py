@@ -48,7 +48,6 @@ class EqualCalls:
 
     @cached_property
     def _kept(self) -> list[int]:
-        """By number in the shorter model, that in the whole one."""
         return [self.sources.index(source) for source in range(max(self.sources) + 1)]
 
     def alike(self, name: str) -> str:
@@ -93,7 +92,6 @@ class EqualCalls:
         return found or replace(short.parameters[self.alike(name)], names=self.parameters[name].names)
 
     def _renamed(self, name: str, number: int) -> str:
-        """A parameter of the block that does the same as call `number`, as that of the call's own block."""
         if not 0 <= number < len(self.blocks):
             return name
         source = self.blocks[self._kept[self.sources[number]]]
@@ -136,7 +134,6 @@ def find_equal_calls(whole: Profile) -> EqualCalls | None:
 
 
 def _does(profile: Profile, groups: tuple[_Intervals, _Intervals], number: int) -> list[Any]:
-    """All that a profile has of a call, equal for those that do the same."""
     call = profile.calls[number]
     inside = f"{call.block}."
     found: list[Any] = [call.input_bytes, call.output_bytes, profile.branch_bytes.get(number)]

@@ -78,7 +78,6 @@ def _shape(
 
 
 def _name(config: ConfigValues) -> str:
-    """The model's name in its file, without its owner or path."""
     name = config.word("_name_or_path", default="").rstrip("/").rpartition("/")[2]
     return name if name.isprintable() and 0 < len(name) <= 60 else str(config.values["model_type"])
 
@@ -93,7 +92,6 @@ def _sequence(config: ConfigValues, default: int) -> int:
 
 
 def _head_dim(config: ConfigValues, default: int | None = None) -> dict[str, Any]:
-    """Stated where it is not the width divided by the heads."""
     if default is None and config.given("head_dim")[1] is None:
         return {}
     return {"head_dim": config.size("head_dim", default=default)}
@@ -131,7 +129,6 @@ def _like_llama(
 
 
 def _window(config: ConfigValues, *, of_all: bool = True, default: int | None = None) -> int | None:
-    """The attention window, where all layers have one."""
     if not of_all or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return None
     name, value = config.given("sliding_window")
@@ -282,7 +279,6 @@ def _classes(config: ConfigValues) -> int:
 
 
 def _bloom(config: ConfigValues) -> Shape:
-    """Its embedding has a norm."""
     return _shape(
         config,
         norm="layernorm",
@@ -296,7 +292,6 @@ def _bloom(config: ConfigValues) -> Shape:
 
 
 def _opt(config: ConfigValues) -> Shape:
-    """Its first two positions are never used."""
     hidden = config.size(*HIDDEN)
     config.must("word_embed_proj_dim", hidden, hidden)
     config.must("do_layer_norm_before", True, True)

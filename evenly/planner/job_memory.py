@@ -72,12 +72,10 @@ class _DataReplay:
 
     @cached_property
     def key(self) -> object:
-        """What tells this rank's step from those of the plan's other ranks."""
         return (*map(id, self.profiles),), (*self.stepped.values(),), self.stage_key
 
     @property
     def stage_key(self) -> int:
-        """The rank's position in a pipeline."""
         return 0
 
     def step(self) -> Meter:
@@ -95,7 +93,6 @@ class _DataReplay:
         return meter
 
     def update(self, sums: Sums, costs: OptimizerCosts) -> None:
-        """From the last backward pass to the end of the step."""
         meter = self.meter
         sums.finish_reduce()
         apart = self.plan.pipeline.active or self.plan.tensor.active
@@ -112,7 +109,6 @@ class _DataReplay:
         sums.all_gather_parameters()
 
     def own_parameters(self) -> list[Parameter]:
-        """The parameters that this rank has, whole or cut."""
         return [*self.first.parameters.values()]
 
     def passes(self, sums: Sums) -> None:
@@ -130,7 +126,6 @@ class _DataReplay:
         sums.finish_backward()
 
     def sums(self) -> Sums:
-        """As the plan adds up gradients."""
         accumulate_float64 = self.plan.exact == "bitwise"
         if self.plan.data.zero_stage == 3:
             return ShardSums(
@@ -160,12 +155,10 @@ class _DataReplay:
 
     @property
     def sums_locally(self) -> bool:
-        """Whether autograd adds up gradients by itself."""
         return self.plan.sums_locally
 
     @property
     def split_backward(self) -> bool:
-        """Whether gradients of parameters come later than those of inputs."""
         return self.plan.splits_backward
 
     @property
@@ -174,7 +167,6 @@ class _DataReplay:
         return self.share.rounds
 
     def units(self) -> list[Unit]:
-        """What is gathered together, the root first."""
         calls: dict[str, set[int]] = {}
         for number, call in enumerate(self.first.calls):
             calls.setdefault(call.block, set()).add(number)
@@ -212,7 +204,6 @@ class _DataReplay:
         return {one.names[0]: piece_shape(one, self.shard, position) for one in self.parameters}
 
     def average_bytes(self) -> int:
-        """The job's average of what this rank keeps."""
         if self.profiler.job.average is None:
             return 0
         shapes = self.pieces if self.steps_wholes else self.stepped
@@ -257,7 +248,6 @@ class _ReplicaReplay(_DataReplay):
             super().update(sums, costs)
 
     def part(self, number: int, profile: Profile, stage: Pass) -> list[Interval]:
-        """What this device does for the microbatch of device `number`."""
         intervals = profile.forward if stage == "forward" else profile.backward
         split = next((n for n, one in enumerate(intervals) if _at_the_outputs(one)), len(intervals)) + 1
         of_model, of_loss = intervals[:split], intervals[split:]
@@ -276,7 +266,6 @@ class _ReplicaReplay(_DataReplay):
 
 
 def _at_the_outputs(interval: Interval) -> bool:
-    """Whether it ends where the model has returned, or where the gradient of that is there."""
     event = interval.event
     return event.call == MODEL and event.what == ("end" if event.stage == "forward" else "begin")
 
@@ -298,7 +287,6 @@ class _PipelineReplay(_DataReplay):
 
     @cached_property
     def parts(self) -> Sequence[Mapping[int, Profile]]:
-        """By microbatch, the profile of each stage of this rank."""
         of_profile = {
             id(one): {stage: stage_profile(one, *self.stages.calls(stage)) for stage in self.own}
             for one in {id(one): one for one in self.profiles}.values()
@@ -363,12 +351,10 @@ class _StageReplay:
         self.meter.add("activations", -self.arrived.pop((kind, *at), 0))
 
     def received(self, sent: Action) -> None:
-        """A message is known to have been received."""
         if sent.kind == "send_backward":
             self.meter.add("buffers", -self.sent.pop((sent.stage, sent.microbatch), 0))
 
     def do(self, action: Action) -> None:
-        """What one action holds and frees."""
         at = (action.stage, action.microbatch)
         profile = self.rank.parts[action.microbatch][action.stage]
         if action.kind in ("recv_forward", "recv_backward"):
@@ -388,7 +374,6 @@ class _StageReplay:
             self.backward_weight(at, profile)
 
     def forward(self, at: tuple[int, int], profile: Profile) -> None:
-        """The forward pass of a stage."""
         self.sums.entered(MODEL)
         before = self._now()
         play(self.meter, self.sums, profile.forward)
@@ -398,7 +383,6 @@ class _StageReplay:
             self.meter.add("activations", self.rank.statistics)
 
     def backward(self, at: tuple[int, int], profile: Profile) -> None:
-        """The backward pass of a stage."""
         self.sums.turned(MODEL)
         before = self._now()
         play(self.meter, self.sums, profile.backward)
@@ -457,7 +441,6 @@ class _StageReplay:
 
 
 def most_temporaries(intervals: Sequence[Interval]) -> int:
-    """The most that a backward pass holds of what it makes."""
     now = most = 0
     for one in intervals:
         most = max(most, now + one.peak.temporaries)

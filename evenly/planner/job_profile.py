@@ -53,7 +53,6 @@ class Stages:
     owners: Mapping[str, tuple[int, ...]]
 
     def calls(self, stage: int) -> tuple[int, int]:
-        """The first call of `stage`, and the first of the next."""
         begin = sum(self.counts[:stage])
         return begin, begin + self.counts[stage]
 
@@ -108,18 +107,15 @@ class JobProfiler:
             check_weights(Path(self.job.weights), model)
 
     def share(self, rank: int, ranks: int) -> Share:
-        """What `rank` of `ranks` runs."""
         return share_of_step(self.job, self.step, rank=rank, ranks=ranks)
 
     @cached_property
     def microbatches(self) -> Sequence[Microbatch]:
-        """All of the step, as read."""
         share = self.share(0, 1)
         return [*Loader(self.job).read(iter([share]))]
 
     @cached_property
     def _ends(self) -> tuple[int, int]:
-        """The numbers of the smallest and of the largest microbatch."""
         numbers = sorted(range(len(self.microbatches)), key=self._elements.__getitem__)
         return numbers[0], numbers[-1]
 
@@ -170,7 +166,6 @@ class JobProfiler:
 
     @cached_property
     def _batches(self) -> Sequence[CutBatch]:
-        """Of the steps that are looked at for what samples cost, which the job says once of each."""
         alike = self.job.cost is None or self.job.streams
         most = 1 if alike else max(1, min(self.steps, SAMPLES // self.job.global_batch))
         return [cut_batch(self.job, step) for step in range(self.step, self.step + most)]
@@ -183,7 +178,6 @@ class JobProfiler:
         return self._between[key, elements, held]
 
     def _key(self, plan: Plan) -> tuple[Any, ...]:
-        """All of a plan that a profile depends on."""
         tensor, cached = plan.tensor, plan.recompute == "none" and not plan.pipeline.active
         of_axes = (tensor.size, tensor.exclude, tensor.sequence_parallel)
         return (plan.precision, plan.recompute, *of_axes, cached and hands_caches(self.model(plan.precision)))
@@ -214,7 +208,6 @@ class JobProfiler:
         return self._run(plan, microbatch)
 
     def _find_equal_calls(self, whole: Profile, plan: Plan, microbatch: Microbatch) -> EqualCalls | None:
-        """What can be left out, where a run without it shows the same as that of the whole model."""
         model = self.model(plan.precision)
         found = find_equal_calls(whole)
         if found and all(_written(model, one) == _written(model, other) for one, other in found.left_out.items()):
@@ -252,7 +245,6 @@ class JobProfiler:
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
-        """How the tensor axis of `plan` splits parameters, by name."""
         if not plan.tensor.active:
             return {}
         if plan.precision not in self._derivations:
@@ -287,7 +279,6 @@ class JobProfiler:
         return Stages(counts, joined_owners(names, [(calls, counts)]))
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
-        """What the job's optimizer keeps of each parameter, and needs for its step."""
         key = (plan.precision, plan.exact)
         if key not in self._optimizers:
             model = self.model(plan.precision)
@@ -363,12 +354,10 @@ def _written(model: nn.Module, name: str) -> str:
 
 
 def _costs(batch: CutBatch) -> Sequence[float]:
-    """Of each microbatch what it is dealt by: padded costs, or samples."""
     return batch.shares(1)[0].costs or [*map(len, batch.microbatches)]
 
 
 def _largest_load(batch: CutBatch, ranks: int, filled: bool) -> tuple[float, ...]:
-    """What the microbatches of each round cost on the rank that has most."""
     costs = _costs(batch)
     loads: list[tuple[float, ...]] = []
     for share in batch.shares(ranks):

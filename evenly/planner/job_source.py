@@ -68,7 +68,6 @@ class JobSource:
 
     @cached_property
     def whole(self) -> Profile:
-        """The profile of the model on one device."""
         return self.profiler.profile(PlanSpec(data=1).complete(self.job.precision), held=False)
 
     @property
@@ -89,7 +88,6 @@ class JobSource:
         return math.ceil(self.job.global_batch / max(1, len(self.profiler.microbatches)))
 
     def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
-        """Where the job cuts its batch by cost, what its microbatches cost."""
         return () if self.job.microbatch_cost is None else self.profiler.loads(replicas, filled=filled)
 
     @property
@@ -97,7 +95,6 @@ class JobSource:
         return True
 
     def tensor_sizes(self, most: int) -> Sequence[int]:
-        """Those by which any of its parameters is split."""
         return [1, *(size for size in TENSOR_SIZES if size <= most and self._splits(size))]
 
     def _splits(self, size: int) -> bool:
@@ -120,7 +117,6 @@ class JobSource:
         return None
 
     def layers(self, plan: Plan, device: Device) -> Sequence[int]:
-        """As the engine cuts the model on such devices."""
         if not plan.pipeline.active:
             return [self.blocks]
         return self._cut_as(plan).stages(plan, device).counts
@@ -165,14 +161,12 @@ class JobSource:
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """The largest and the smallest microbatch that plans are sought with."""
         sizes = [size for size in MICROBATCHES if self.job.global_batch % size == 0]
         return sizes[-1], sizes[0]
 
     def memory(
         self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:
-        """For every rank of the pipeline the device that holds most."""
         rest = library.holdings.rest
         found = [replace(one, context=one.context + rest) for one in self._memory_of(plan.with_stages(layers))]
         return [found[rank] for rank in ranks] if ranks else found
@@ -197,7 +191,6 @@ def _parts_in(found: ModelCosts, config: TrainingConfig) -> ModelCosts:
 
 
 def _least_of(whole: ModelCosts, ranks: int) -> ModelCosts:
-    """What each of `ranks` has of all parts at least."""
     made: dict[int, BlockCost] = {}
 
     def least(part: BlockCost) -> BlockCost:
@@ -216,8 +209,6 @@ def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockC
 
 
 def _dealt(part: BlockCost, ranks: int) -> BlockCost:
-    """What each of `ranks` has of it at least."""
-
     def works(given: Sequence[OpCost]) -> tuple[OpCost, ...]:
         return tuple(replace(one, flops=one.flops / ranks, moved_bytes=one.moved_bytes / ranks) for one in given)
 

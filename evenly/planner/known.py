@@ -45,7 +45,6 @@ def find_shape(text: str) -> Shape:
 
 
 def known_names() -> list[str]:
-    """The names of all known models, as they are shown."""
     return [shape.name for shape, _ in _entries()]
 
 
@@ -91,12 +90,10 @@ def _entries() -> tuple[tuple[Shape, tuple[str, ...]], ...]:
 
 
 def _key(name: str) -> str:
-    """What counts of a name: its letters and digits, and where a number ends and another begins."""
     return re.sub(r"[-_.\s]+", "", re.sub(r"(?<=\d)[-_.\s]+(?=\d)", "/", name.lower())).replace("/", ".")
 
 
 def _keys(text: str) -> Iterator[str]:
-    """What `text` may be known as: itself, without its owner, without what releases add."""
     yield _key(text)
     name = text.lower().rstrip("/").rpartition("/")[2]
     yield _key(name)
@@ -120,7 +117,6 @@ def _described(text: str, settings: str) -> Shape:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a description: a language model, or with `patch` one that sorts images into 1000 classes."""
     name = f"transformer-{given['layers']}x{given['hidden']}"
     kind = dict(vocab=0, outputs=1000, causal=False) if given.get("patch") else dict(vocab=50304)
     return dict(name=name, sequence=2048, **kind)
@@ -210,7 +206,6 @@ def _size(key: str, text: str) -> int:
 
 
 def _config_path(text: str) -> Path | None:
-    """The file that `text` leads to: a file of that name that is no Python, or the `config.json` of a folder."""
     path = Path(text)
     inside = path / "config.json"
     if _is(Path.is_file, path) and path.suffix != ".py":

@@ -134,7 +134,6 @@ def _zeros(base: PlanSpec, data: int, offload: Offload) -> Iterator[tuple[ZeroSt
 
 
 def _schedules(base: PlanSpec, stages: int) -> Sequence[Schedule | None]:
-    """The base's own, and the one that keeps few microbatches under way."""
     return (None,) if stages == 1 else tuple(dict.fromkeys((base.schedule or "1f1b", "1f1b")))
 
 
@@ -188,7 +187,6 @@ def _no_plan(job: Job, failed: Sequence[PlanSpec], refused: Sequence[PlanSpec], 
 
 
 def _smaller_microbatch(request: PlanRequest, source: JobSource, spec: PlanSpec, leanest: Prediction) -> str:
-    """What to do: the largest microbatch with which the leanest plan is predicted to fit."""
     job, limit = source.job, request.limit_bytes
     name = "microbatch" if job.microbatch_cost is None else "microbatch_cost"
     room = f"{limit / MIB:,.0f} MiB of a device"

@@ -137,7 +137,6 @@ def _backward_of(profile: Profile) -> tuple[list[BackwardPart], dict[str, float]
 
 
 def _places(profile: Profile) -> list[int]:
-    """Of each interval of the backward the part of the model that it is of, see `Profile.used`."""
     found, at = list[int](), len(profile.calls)
     for one in profile.backward:
         event = one.event
@@ -176,7 +175,6 @@ def _filled(bucket: Sequence[Parameter], ready: Mapping[str, float]) -> BucketFi
 
 
 def _chunks(groups: Sequence[Sequence[Parameter]], ranks: int) -> list[int]:
-    """Bytes of the chunks of the first group."""
     if not groups:
         return []
     first = groups[0]

@@ -65,7 +65,6 @@ class Meter:
 
     @property
     def by_cause(self) -> MemoryByCause:
-        """The peak, with sums among the gradients."""
         found: dict[str, float] = {cause: float(size) for cause, size in self.at_peak.items()}
         found["gradients"] = found.get("gradients", 0.0) + found.pop("sums", 0.0)
         return MemoryByCause(**found)
@@ -183,7 +182,6 @@ class LocalSums(Sums):
         meter.add("gradients", sum(one.bytes for bucket in buckets for one in bucket))
 
     def freed(self, name: str) -> None:
-        """The first stays: it is the sum."""
         if name in self._others and name not in self._there:
             self._there.add(name)
             self.meter.add("gradients", self._others[name].bytes)
@@ -239,7 +237,6 @@ class ShardedSums(Sums):
         self._sending = True
 
     def _total_size(self, name: str) -> int:
-        """What a total takes: at zero=1 widened, at zero=2 as the backward pass has made it."""
         parameter = self._parameters[name]
         return parameter.bytes if self._zero == 2 else parameter.elements * self._added_in[self._bucket_of[name]]
 

@@ -84,7 +84,6 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def _probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> StateOf:
-    """Two steps of one and of two small parameters."""
     elements = math.prod(SHAPE)
     try:
         optimizer, one = _stepped(kind, settings, dtype, 1)
@@ -119,7 +118,6 @@ def _stepped(
 
 
 def _needed(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the class cannot be built without."""
     import inspect
 
     wanted = list(inspect.signature(kind).parameters.values())[1:]

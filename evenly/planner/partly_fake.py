@@ -67,7 +67,6 @@ class PartlyFake(PlainDispatchMode):
             return results if self.note is None else self.note(func, args, kwargs or {}, results, key)
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Form | None]:
-        """What the operation returns, and the key of that."""
         tensors = [*tensors_in((args, kwargs))]
         if tensors and all(is_fake(type(one)) for one in tensors):
             return self._of_fakes(func, args, kwargs, tensors)
@@ -116,7 +115,6 @@ class PartlyFake(PlainDispatchMode):
         return target
 
     def _is_fake(self, tensor: torch.Tensor) -> bool:
-        """Whether it has no numbers."""
         return is_fake(type(tensor)) or id(tensor.untyped_storage()) in self._overwritten
 
 

@@ -62,7 +62,6 @@ CAUSES_OF_TIME = tuple(one.name for one in fields(TimeByCause))
 
 
 def worst(ranks: Sequence[MemoryByCause]) -> int:
-    """The rank that holds most."""
     return max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
 
 
@@ -101,17 +100,14 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """What the worst rank needs."""
         return self.memory[self.worst].peak
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
         return self.peak_bytes <= self.limit_bytes
 
     @property
     def leaves_reserve(self) -> bool:
-        """Whether every rank has room, and leaves the reserve."""
         return self.peak_bytes <= self.limit_bytes - self.reserve_bytes
 
     @property
@@ -121,7 +117,6 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """The samples of all devices together."""
         return self.samples / self.step_s
 
     @property

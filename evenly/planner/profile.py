@@ -122,12 +122,10 @@ class Profile:
 
     @property
     def forward(self) -> tuple[Interval, ...]:
-        """The intervals of the forward pass."""
         return tuple(one for one in self.intervals if one.event.stage == "forward")
 
     @property
     def backward(self) -> tuple[Interval, ...]:
-        """The intervals of the backward pass."""
         return tuple(one for one in self.intervals if one.event.stage == "backward")
 
 
@@ -145,7 +143,6 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
 
 
 def scaled(profile: Profile, elements: int) -> Profile:
-    """The profile of a batch of `elements` that costs as much by element."""
     return _blended(profile, profile, elements / profile.elements, elements)
 
 

@@ -203,7 +203,6 @@ class _ProfileRecorder:
                     tensor.register_hook(self._model_begun)
 
     def _model_begun(self, _: torch.Tensor) -> None:
-        """The gradient of what the model returned is there."""
         if not self.turned:
             self.turned = True
             self.end_interval(Event("begin", "backward", MODEL))
@@ -242,7 +241,6 @@ class _ProfileRecorder:
                 tensor.register_hook(partial(self._begun, number))
 
     def _begun(self, number: int, _: torch.Tensor) -> None:
-        """The gradient of what the call returned is there, and so the backward of who was given that has ended."""
         if number in self.next:
             self._ended(self.next[number])
         if number not in self.begun and number not in self.ended:
@@ -304,7 +302,6 @@ class _Memory:
         self._now, self._peak = [0, 0], (0, 0)
 
     def works(self) -> dict[tuple[Pass, int], list[OpCost]]:
-        """What was computed, equal operations as one."""
         return {
             key: [replace(work, times=work.times * times) for work, times in found.items()]
             for key, found in self._works.items()
@@ -399,7 +396,6 @@ def _looked_at(packet: Any, args: Any) -> float:
 
 
 def _transposed(left: torch.Tensor) -> bool:
-    """Whether it is, as where autograd multiplies for the gradient of a weight: gradients of tokens by their inputs."""
     return left.stride(0) == 1 and left.stride(1) != 1
 
 
@@ -426,7 +422,6 @@ def _check(total: torch.Tensor) -> None:
 
 
 def _refusal(problem: Exception) -> UserError:
-    """What the code did that needs the numbers of a tensor."""
     operation = operation_of(problem)
     if not operation:
         do = NOT_HERE if isinstance(problem, NotImplementedError) else REMEDY

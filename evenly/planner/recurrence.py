@@ -136,7 +136,6 @@ def _longest_run(links: Sequence[Link], size: int) -> tuple[int, int]:
 
 
 def _by_turn(orders: Iterable[Iterable[Pass]], placed: Sequence[int]) -> list[Pass]:
-    """All passes by their beginning where all take equal time, then by rank. Orders of a schedule never get stuck."""
     found: list[tuple[int, int, Pass]] = []
     ends: dict[Message, int] = {}
     left = [deque(order) for order in orders]

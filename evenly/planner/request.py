@@ -24,14 +24,10 @@ class CostSource(Protocol):
     """A model to plan for: a known shape, or a job that was read. Plans are complete, configs theirs."""
 
     @property
-    def name(self) -> str:
-        """The name that users see."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def blocks(self) -> int:
-        """How many blocks a pipeline can cut between."""
-        ...
+    def blocks(self) -> int: ...
 
     @property
     def sequence(self) -> int | None:
@@ -39,18 +35,14 @@ class CostSource(Protocol):
         ...
 
     @property
-    def precision(self) -> Precision:
-        """The precision of plans that state none."""
-        ...
+    def precision(self) -> Precision: ...
 
     @property
     def microbatch(self) -> int | None:
         """Samples that every plan has to run at a time, which plans then do not state; None where they are free."""
         ...
 
-    def on(self, device: Device) -> CostSource:
-        """The same on such devices."""
-        ...
+    def on(self, device: Device) -> CostSource: ...
 
     def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
         """Of several steps what each microbatch costs, on the replica that has most; none where all are alike.
@@ -60,9 +52,7 @@ class CostSource(Protocol):
         ...
 
     @property
-    def is_run(self) -> bool:
-        """Whether a model is run to know what a plan computes and holds."""
-        ...
+    def is_run(self) -> bool: ...
 
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Sizes of the tensor axis that it can be split by, ascending from 1, up to `most`."""
@@ -76,9 +66,7 @@ class CostSource(Protocol):
         """Blocks of every stage of `plan` where a run of it decides them; None leaves them to the cost model."""
         ...
 
-    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
-        """Its parts as one rank has them."""
-        ...
+    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts: ...
 
     def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
         """Parts that those of `plan` are no less than, where it takes time to find these; None where it does not."""
@@ -136,11 +124,9 @@ class PlanRequest:
 
     @cached_property
     def speeds(self) -> Speeds:
-        """The speeds of its devices."""
         return speeds_of(self.cluster)
 
     def config(self, plan: Plan) -> TrainingConfig:
-        """How a complete plan trains."""
         microbatch = plan.microbatch or self.source.microbatch
         assert microbatch is not None  # a source that states none leaves it to its plans
         axes = plan.axes
@@ -163,7 +149,6 @@ class PlanRequest:
         )
 
     def library(self, plan: Plan) -> Library:
-        """The library that runs a complete plan."""
         on_cpu, on_one = self.cluster.device.kind == "cpu", plan.devices <= self.cluster.devices
         tensor = plan.tensor.size if on_cpu and on_one else 1
         return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu, tensor=tensor)

@@ -71,7 +71,6 @@ def _holds_between(few: Profile, found: Profile, many: Profile) -> bool:
 
 
 def _alike(found: Sequence[OpCost], expected: Sequence[OpCost]) -> bool:
-    """Whether they are the same operations, but for rounding."""
     return len(found) == len(expected) and all(
         (one.kind, one.times, one.rows, one.inner, one.columns, one.dtype)
         == (other.kind, other.times, other.rows, other.inner, other.columns, other.dtype)

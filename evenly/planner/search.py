@@ -159,7 +159,6 @@ class _Best:
 
     @property
     def fits(self) -> bool:
-        """Whether any plan fits."""
         return bool(self._roomy or self._fuller)
 
     @property
@@ -169,7 +168,6 @@ class _Best:
 
     @property
     def faster_but_fuller(self) -> list[Prediction]:
-        """Those that fit and are faster than all that leave the reserve."""
         if not self._roomy:
             return []
         return [one for one in self._ordered(self._fuller) if one.step_s < self.plans[0].step_s]
@@ -225,7 +223,6 @@ class _Judge:
 
     @cached_property
     def precision(self) -> Any:
-        """The precision of plans that do not state one."""
         return self.request.only.precision or self.request.source.precision
 
     def candidate(self, choice: PlanChoice) -> CostedPlan | None:
@@ -238,7 +235,6 @@ class _Judge:
         return self._candidates[choice]
 
     def _least(self, choice: PlanChoice) -> CostedPlan | None:
-        """With parts that are known without a look at how it runs, and that its own are no less than."""
         if (plan := self._plan(choice)) is None:
             return None
         try:
@@ -275,7 +271,6 @@ class _Judge:
         return time_of(one, layers_of(one, self.seconds(choice, one)))[0].step_s * SLACK
 
     def _bound(self, choice: PlanChoice, one: CostedPlan | None) -> tuple[float, float, float]:
-        """Seconds of the passes without filling the pipeline, of what follows them, and of the quickest block."""
         if one is None:
             return float("inf"), 0.0, 0.0
         seconds = self.seconds(choice, one)
@@ -321,7 +316,6 @@ class _Judge:
         return max(memory.peak for memory in found)
 
     def has_room(self, choice: PlanChoice) -> bool:
-        """Whether it may fit."""
         return self.peak_bytes(choice) <= self.request.limit_bytes
 
     def predicted(self, choice: PlanChoice, most_s: float) -> Prediction | None:
@@ -338,7 +332,6 @@ class _Judge:
 
 
 def _least_bytes(one: CostedPlan) -> float:
-    """What the blocks' weights, gradients and the optimizer's state take at least on the rank that has most of them."""
     config, holdings = one.config, one.machine.library.holdings
     each = holdings.weights / (config.shards if config.zero >= 3 else 1)
     each += holdings.gradients / (config.shards if config.zero >= 2 else 1)
@@ -425,7 +418,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _zeros(request: PlanRequest, data: int) -> Iterator[tuple[int, Any]]:
-    """What zero cuts, and over how many ranks: all of the data axis, or those of a node."""
     node = request.cluster.devices
     for zero in _stated(request.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
         if request.only.shard is not None:
@@ -462,7 +454,6 @@ def _orders(request: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, i
 
 
 def _even(blocks: int, stages: int) -> bool:
-    """Whether stages have nearly as many blocks each: a cut that leaves some with far fewer is no use."""
     return -(-blocks // stages) * stages <= blocks * UNEVEN + 2
 
 

@@ -74,7 +74,6 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate: three matrices for two."""
         return self.activation in GATED
 
     @property

@@ -63,7 +63,6 @@ class ShapeSource:
         return False
 
     def tensor_sizes(self, most: int) -> Sequence[int]:
-        """Those that deal its heads, those of keys and values too, evenly."""
         shape = self.shape
         widths = (shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn)
         return [size for size in range(1, most + 1) if not any(width % size for width in widths)]
@@ -84,7 +83,6 @@ class ShapeSource:
         return _parts(self.shape, self.split(seen), self.kernels)
 
     def split(self, config: TrainingConfig) -> Split:
-        """What one rank has of a microbatch."""
         return split_of(config)
 
     def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
@@ -99,7 +97,6 @@ class ShapeSource:
 
 
 def split_of(config: TrainingConfig) -> Split:
-    """What one rank has of a microbatch."""
     return Split(
         samples=config.microbatch,
         sequence=config.sequence,

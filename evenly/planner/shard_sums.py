@@ -135,7 +135,6 @@ class ShardSums(Sums):
         self.meter.add("gradients", self._bytes[name])
 
     def _keep(self, unit: int, name: str) -> None:
-        """A whole gradient is added to those of earlier microbatches, in the type that they are reduced in."""
         if name not in self._full_gradients:
             self._full_gradients.add(name)
             size = (
@@ -182,7 +181,6 @@ class ShardSums(Sums):
         self._finish(unit, row, added_in)
 
     def _finish(self, unit: int, row: int, added_in: int) -> None:
-        """The last reduction of a step: the sums become the gradients of this rank's shards."""
         if added_in != self._sizes[unit] and not self._on_host:
             self.meter.add("gradients", self._trained[unit] * self._sizes[unit])
             self._reduced += row

@@ -313,5 +313,4 @@ def _product_rate(
 
 @cache
 def shipped() -> Mapping[str, Any]:
-    """What speeds.toml holds."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))

@@ -76,7 +76,6 @@ class StageTime:
 
     @property
     def both(self) -> Pass:
-        """One microbatch's."""
         found = Pass()
         found.add(self.forward)
         found.add(self.backward)
@@ -84,7 +83,6 @@ class StageTime:
 
 
 def overlapped(one: float, other: float) -> float:
-    """Seconds of two that overlap."""
     larger, smaller = (one, other) if one > other else (other, one)
     return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
 
@@ -97,7 +95,6 @@ def forward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, h
 
 
 def backward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
-    """The backward pass of `part`, with what it computes again."""
     found = _computed(part.backward, machine)
     own_share = config.shards if config.zero == 3 else 1
     found.memory += part.parameters / own_share * machine.library.sum_bytes / machine.speeds.bandwidth
@@ -257,7 +254,6 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
 
 
 def _step_sums(config: TrainingConfig, machine: Machine) -> float:
-    """What all ranks add up once in a step: a few numbers at a time."""
     ranks = config.replicas * config.tensor * config.pipeline
     return machine.library.step_sums * seconds(
         "all_reduce", NUMBERS_BYTES, place(ranks, 1, machine.cluster), machine.cluster
@@ -309,7 +305,6 @@ def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine)
     taken: dict[tuple[int, int], float] = {}
 
     def sent(one: int, other: int) -> float:
-        """From the domain `one` to the domain `other`."""
         ends = (one, other) if by_node else (0, int(one != other))
         if ends not in taken and one == other:
             taken[ends] = seconds("send", size, LinkedRanks(2, 2), cluster)
@@ -365,7 +360,6 @@ def _rank_tail(elements: float, config: TrainingConfig, machine: Machine, last_p
 
 
 def _reductions_before(stages: Sequence[StageTime], config: TrainingConfig, machine: Machine, passes_s: float) -> float:
-    """What shows of the gradients that zero=2 reduces of all microbatches but the last, under passes of the next."""
     if config.zero != 2 or not machine.library.reduces_each:
         return 0.0
     group = place(config.shards, config.tensor, machine.cluster)

@@ -91,7 +91,6 @@ class Timeline:
 
     @property
     def begin_s(self) -> float:
-        """The first beginning over all ranks."""
         return min((span.begin_s for span in self.spans), default=0.0)
 
     @property
@@ -132,7 +131,6 @@ def costs_of(run: Timeline) -> Costs:
 
 
 def _under_way(run: Timeline) -> list[float]:
-    """Seconds from the end of a pass to that of the receive which was waiting for what it made."""
     ended = {Action(span.kind, span.stage, span.microbatch): span.end_s for span in run.spans if span.kind in COMPUTE}
     found: list[float] = []
     for span in run.spans:
@@ -268,13 +266,11 @@ def unevenness(
 
 @cache
 def _messages(schedule: Schedule, ranks: int, stages_per_rank: int) -> tuple[bool, ...]:
-    """For every kind of pass, for every stage, whether it waits for a message."""
     placed = rank_of_stage(schedule, ranks, stages_per_rank)
     return tuple(bool(message_to((kind, stage, 0), placed)) for kind in KINDS for stage in range(len(placed)))
 
 
 def _counts(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[int]]:
-    """For every stage how often it does each kind of pass."""
     if not splits_backward(schedule):
         return [[microbatches, microbatches, 0, 0]] * ranks * stages_per_rank
     # dualpipev splits as many as it needs at the beginning and at the end.
@@ -284,7 +280,6 @@ def _counts(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: 
 
 @cache
 def _split_passes(ranks: int) -> Sequence[int]:
-    """For every stage of dualpipev how many of its backward passes are split."""
     shortest = passes("dualpipev", ranks, 2, 2 * ranks)
     split = Counter(stage for order in shortest for kind, stage, _ in order if kind == "backward_input")
     return tuple(split[stage] for stage in range(2 * ranks))

@@ -44,7 +44,6 @@ class TrainingConfig:
 
     @property
     def ranks(self) -> int:
-        """The world size."""
         return self.replicas * self.tensor * self.pipeline
 
     @property

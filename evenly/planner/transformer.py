@@ -30,7 +30,6 @@ class Kernels:
     loss_bytes: float = 24.0
 
     def of_block(self, number: int) -> Kernels:
-        """How the block of this number is computed."""
         return self
 
     def attend(self, shape: Shape, split: Split, *, causal: bool) -> Sequence[OpCost]:
@@ -96,7 +95,6 @@ class Split:
 
     @property
     def outer_dtype(self) -> str:
-        """The type of the matrix products outside of the blocks' products with weights."""
         return self.dtype
 
 
@@ -228,7 +226,6 @@ def product(rows: int, inner: int, columns: int, split: Split, *, times: int = 1
 
 
 def _backward(products: Iterable[OpCost]) -> Iterable[OpCost]:
-    """For every product those that give the gradients of its input and of its weight."""
     for one in products:
         yield replace(one, rows=one.rows, inner=one.columns, columns=one.inner)
         yield replace(one, rows=one.inner, inner=one.rows, columns=one.columns, of_weights=True)

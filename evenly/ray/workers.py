@@ -82,7 +82,6 @@ class RankBackend(Backend):
 
 
 def facts_of_worker(mark: Path) -> WorkerFacts:
-    """Of this process."""
     context = ray.train.get_context()
     found = versions_here()
     return WorkerFacts(
@@ -170,7 +169,6 @@ def fit(
 
 
 def _fit(trainer: TorchTrainer, variables: Mapping[str, str]) -> Any:
-    """What it returns, with `variables` that the user has not set himself."""
     with ExitStack() as stack:
         stack.enter_context(changed_environment({**variables, **process_environment()}))
         if threading.current_thread() is threading.main_thread():  # whose handler of Ctrl-C Ray replaces

@@ -165,7 +165,6 @@ def _typical(rows: Sequence[Row]) -> tuple[list[float], float]:
 
 
 def _busy_of(rows: Sequence[Row]) -> list[list[float]]:
-    """What each rank computed in each of those rows which say so for as many ranks as the last one."""
     found = [busy for row in rows if (busy := busy_of(row))]
     return [busy for busy in found if len(busy) == len(found[-1])]
 
@@ -291,7 +290,6 @@ class AxisSeconds:
 
     @property
     def hidden(self) -> float:
-        """The share of what is under way that nobody waits for."""
         return 1 - self.waited_s / self.under_way_s if self.under_way_s else 0.0
 
 
@@ -320,7 +318,6 @@ COMMUNICATION_HEADS = ("axis", "under way between ranks", "waited for", "hidden"
 
 
 def communication_rows(run: RunSummary) -> list[tuple[str, ...]]:
-    """A row for each axis."""
     return [
         (one.axis, time_in_words(one.under_way_s), time_in_words(one.waited_s), f"{one.hidden:.0%}")
         for one in communication_of(run)
@@ -340,7 +337,6 @@ class Growth:
 
 
 def growth_of(run: RunSummary) -> list[Growth]:
-    """Of every device, rank by rank."""
     rows = since_last_start(run)
     if not rows:
         return []
@@ -350,17 +346,14 @@ def growth_of(run: RunSummary) -> list[Growth]:
 
 
 def since_last_start(run: RunSummary) -> Sequence[Row]:
-    """The steps of the last start, of whose devices the peaks are."""
     begun = [one.step for one in starts(run.events)]
     rows = [row for row in run.steps if not begun or row["step"] > begun[-1]]
     return rows or run.steps
 
 
 def grows(one: Growth) -> bool:
-    """Whether the peak still rose by an amount worth saying."""
     return one.rose_bytes > GROWN * one.peak_bytes
 
 
 def peak_bytes(run: RunSummary) -> int | None:
-    """The largest peak of a device in the whole run."""
     return max((max(row["memory_bytes"]) for row in run.steps), default=None)

@@ -32,7 +32,6 @@ class ChartAxis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where `value` lies, 0 to 1."""
         if self.log:
             return log10(value / self.low) / log10(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -45,7 +44,6 @@ class ChartAxis:
         return [value * self.scale for value in round_values(self.low / self.scale, self.high / self.scale)]
 
     def as_data(self) -> str:
-        """What `page.js` has to know, as the value of an attribute."""
         fields = [self.low, self.high, self.scale, self.unit, int(self.log)]
         return escape(json.dumps(fields, separators=(",", ":")))
 
@@ -79,7 +77,6 @@ def axis(
 
 
 def is_drawn(value: Number, *, log: bool = False) -> bool:
-    """Whether it is a number with a place on an axis."""
     return value is not None and abs(value) < 1e30 and (value > 1e-30 or not log)
 
 
@@ -92,7 +89,6 @@ def round_values(low: float, high: float, most: int = TICKS) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number with four digits: `1234`, `12.3k`, `0.0012`, `1.2e-07`."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 10 * factor or (abs(value) >= factor and factor > 1e3):
             return f"{float(f'{value / factor:.4g}'):g}{letter}"

@@ -81,7 +81,6 @@ class Board:
         }
 
     def _folder(self, name: str) -> Path:
-        """That of a run in the list, which is looked through again where it is not there, or not any more."""
         listed = self._listed.get(name)
         if listed is not None and _is_run(listed.reader.folder):
             return listed.reader.folder
@@ -132,7 +131,6 @@ class Board:
         return one.reply
 
     def _state(self, name: str, now_s: float) -> str:
-        """Which may change although nothing is written."""
         listed = self._listed.get(name)
         return analysis.state_of(listed.run, now_s) if listed is not None and listed.run is not None else ""
 
@@ -156,7 +154,6 @@ class Board:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether it is a folder of its own, with a plan."""
     return not folder.is_symlink() and RunFolder(folder).plan.is_file()
 
 
@@ -177,7 +174,6 @@ def _files_of_row(folder: RunFolder) -> list[Path]:
 
 
 def _files_of_page(folder: RunFolder) -> list[Path]:
-    """What a run's page may change by."""
     return [*_files_of_row(folder), folder.attempts, folder.timeline(0)]
 
 
@@ -205,7 +201,6 @@ def _timeline(run: RunSummary, folder: Path) -> Sequence[Section]:
 
 
 def row_of(name: str, run: RunSummary, now_s: float) -> dict[str, Any]:
-    """What the list says of a run: texts, and numbers or null."""
     speed, steps = analysis.speed_of(run, recent=True), run.plan.get("steps")
     last = run.steps[-1] if run.steps else None
     evaluations = analysis.numbers_of(run.evaluations, "eval_loss")
@@ -229,7 +224,6 @@ def row_of(name: str, run: RunSummary, now_s: float) -> dict[str, Any]:
 
 
 def list_page(root: Path, script: str) -> str:
-    """The page of the list, which `script` fills."""
     heads = ("", "run", "state", "plan", "step", "loss", "evaluation", "speed", "memory", "left", "written")
     columns = "".join(f"<th scope=col>{head}</th>" for head in heads)
     body = (

@@ -60,7 +60,6 @@ FIT_HEADS = ("operation", "alpha", "1/beta", "most bus bandwidth", "worst error"
 
 
 def page(bench: Row) -> str:
-    """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
     from evenly.report.draw import SECONDS
     from evenly.report.page import Section, document, table  # words do without
 
@@ -77,7 +76,6 @@ MEASURED_HEADS = ("operation", "size", "time", "algorithm bandwidth", "bus bandw
 
 
 def measured_rows(bench: Row) -> list[tuple[str, ...]]:
-    """Every operation at every size, in words."""
     return [
         (
             _named(bench, row),

@@ -58,7 +58,6 @@ def setting_rows(runs: Runs, *, differing: bool) -> list[tuple[str, ...]]:
 
 
 def results_of(run: RunSummary, now_s: float) -> dict[str, str]:
-    """What came of a run, by name."""
     state, speed, shares = analysis.state_of(run, now_s), analysis.speed_of(run), analysis.shares_of(run)
     found = {"state": state, "steps done": f"{run.steps[-1]['step']:,}" if run.steps else "0"}
     if run.steps and speed is not None:
@@ -87,7 +86,6 @@ def _loss(value: float | None) -> str:
 
 
 def result_rows(runs: Runs, now_s: float) -> list[tuple[str, ...]]:
-    """A row for each result: its name, and the value in each run."""
     found = [results_of(run, now_s) for run in runs.values()]
     keys = dict.fromkeys(key for one in found for key in one)
     return [(key, *(one.get(key, "-") for one in found)) for key in keys]
@@ -120,7 +118,6 @@ def _losses(run: RunSummary) -> list[tuple[Mapping[str, Any], float | None]]:
 
 
 def page(runs: Runs, *, now_s: float) -> str:
-    """One self-contained HTML page."""
     begun = {name: run for name, run in runs.items() if run.steps}
     different = setting_rows(runs, differing=True)
     parts: list[str | Section] = [

@@ -149,7 +149,6 @@ def _styles_of_alike(lines: Sequence[Line], up: ChartAxis) -> list[str]:
 
 
 def _are_alike(one: Line, other: Line, up: ChartAxis) -> bool:
-    """Whether their values are at the same places and look as high."""
     if (one.dots, one.faint, len(one.xs)) != (other.dots, other.faint, len(other.xs)) or list(one.xs) != list(other.xs):
         return False
     return all(

@@ -124,7 +124,6 @@ def _buckets(found: Mechanisms) -> list[Section]:
 
 
 def _before_its_end(found: Mechanisms) -> str:
-    """How much of the gradients is sent while the backward goes on."""
     early = sum(one.bytes for one in found.buckets if one.end < 1 - 1e-6)
     share = early / (sum(one.bytes for one in found.buckets) or 1)
     if not early:
@@ -231,7 +230,6 @@ def _memory(found: Mechanisms) -> list[Section]:
 
 
 def _bars_of(stage: int, ranks: Sequence[Mapping[str, float]]) -> Iterator[StackedBar]:
-    """One for every run of ranks that hold the same."""
     for parts, numbers in groupby(range(len(ranks)), key=ranks.__getitem__):
         alike = [*numbers]
         of = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {alike[0]} to {alike[-1]}"

@@ -42,7 +42,6 @@ def cut(words: str, most: int = LONGEST) -> str:
 
 @cache
 def script_of(name: str) -> str:
-    """The text of a file that belongs to pages."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -64,7 +63,6 @@ def document(title: str, *parts: str | Section, lead: str = "", script: str = ""
 
 
 def contents(title: str, *parts: str | Section, lead: str = "") -> str:
-    """What a page shows, without its head and its scripts."""
     sections = [part for part in parts if isinstance(part, Section)]
     links = "".join(f'<a href="#s{at}">{escape(one.title)}</a>' for at, one in enumerate(sections))
     navigation = f"<nav aria-label=Sections>{links}</nav>" if len(sections) > 2 else ""
@@ -80,7 +78,6 @@ def _section(one: Section, number: int) -> str:
 
 
 def head(figures: Sequence[Figure]) -> str:
-    """The numbers that matter, as the head of a page."""
     found = "".join(
         f"<div><dt>{cut(one.name)}</dt><dd>{_with_unit(one.value)}</dd>"
         f"{f'<dd class=note>{cut(one.note)}</dd>' if one.note else ''}</div>"
@@ -202,5 +199,4 @@ def folded(title: str, *parts: str) -> str:
 
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "as a table") -> str:
-    """The table that says what a picture shows."""
     return folded(title, table(heads, rows, label=title))

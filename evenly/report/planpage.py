@@ -50,7 +50,6 @@ def _drawn(timeline: Timeline) -> str:
 
 
 def _memory(one: Prediction) -> str:
-    """A bar for every run of ranks that hold the same."""
     bars: list[StackedBar] = []
     for memory, numbers in groupby(range(len(one.memory)), key=one.memory.__getitem__):
         ranks = [*numbers]

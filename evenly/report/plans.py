@@ -31,7 +31,6 @@ def by_cause(parts: MemoryByCause | TimeByCause) -> dict[str, float]:
 
 
 def _main_causes(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
-    """The largest causes that are worth a word."""
     whole = sum(amounts.values())
     return [cause for cause, amount in amounts.items() if amount >= LEAST_SHARE * whole and amount > 0][:most]
 
@@ -45,7 +44,6 @@ def rate_per_device(one: Prediction) -> float:
 
 
 def common(plans: Sequence[Prediction]) -> dict[str, Any]:
-    """What all plans have in common of what is printed above the table."""
     words = [one.plan.words for one in plans] or [{}]
     return {key: value for key in COMMON if (value := words[0].get(key)) and all(w.get(key) == value for w in words)}
 
@@ -102,7 +100,6 @@ def _full(one: Prediction) -> str:
 
 
 def is_fuller(one: Prediction) -> bool:
-    """Whether it fits, but leaves less than the reserve."""
     return one.fits and not one.leaves_reserve
 
 
@@ -112,7 +109,6 @@ def worst_rank(one: Prediction) -> str:
 
 
 def _largest(time: TimeByCause) -> str:
-    """The cause that takes most of a step."""
     amounts = by_cause(time)
     return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _main_causes(amounts, 2))
 
@@ -141,7 +137,6 @@ def _of_the_fuller(one: Prediction, numbers: Sequence[str]) -> str:
 
 
 def time_in_causes(one: Prediction) -> str:
-    """The causes that take a step's time, the largest first."""
     time = by_cause(one.time)
     return f"time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _main_causes(time))}"
 

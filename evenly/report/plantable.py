@@ -75,12 +75,10 @@ def _figures(best: Prediction) -> list[Figure]:
 
 
 def number_in_words(rate: float) -> str:
-    """A rate with three digits at least."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _kinds(plans: Sequence[Prediction]) -> list[str]:
-    """What each plan is among all."""
     first = {*frontier([(one.step_s, one.peak_bytes) for one in plans])}
     kinds = [FRONTIER if at in first else OTHERS for at in range(len(plans))]
     for at, one in enumerate(plans):

@@ -97,7 +97,6 @@ def memory_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
 
 
 def _sums(amounts: Mapping[str, float], columns: Sequence[tuple[str, ...]]) -> list[str]:
-    """The sum in MiB of every column and of all."""
     sums = [sum(amounts.get(name, 0) for name in names) / 2**20 for names in columns]
     return [f"{size:,.2f}" for size in (*sums, sum(sums))]
 
@@ -120,7 +119,6 @@ def section(run: RunSummary, predicted: Predicted) -> Section:
 
 
 def _memory_bars(run: RunSummary, predicted: Predicted) -> list[StackedBar]:
-    """A pair for each device, for the first few."""
     bars: list[StackedBar] = []
     for number, device in enumerate(run.memory[:16]):
         for what, amounts, place in (("predicted", _of_device(run, predicted, number), 0), ("measured", device, 1)):
@@ -130,5 +128,4 @@ def _memory_bars(run: RunSummary, predicted: Predicted) -> list[StackedBar]:
 
 
 def _of_device(run: RunSummary, predicted: Predicted, number: int) -> Mapping[str, float]:
-    """The pipeline axis is the outermost: its ranks are equal runs of devices."""
     return predicted.memory[number * len(predicted.memory) // len(run.memory)]

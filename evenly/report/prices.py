@@ -41,34 +41,28 @@ class Offer:
 
     @property
     def best(self) -> Prediction:
-        """The plan that counts: the fastest."""
         return self.plans[0]
 
     @property
     def cost_of_step(self) -> float | None:
-        """What the devices of the best plan cost for a step."""
         return None if self.price is None else self.price * self.best.plan.devices * self.best.step_s / HOUR_S
 
     @property
     def cost_of_unit(self) -> float | None:
-        """What 1e9 tokens cost, or 1e6 samples where samples are no sequences."""
         if self.cost_of_step is None:
             return None
         return self.cost_of_step * (TOKENS / self.best.tokens if self.best.tokens else SAMPLES / self.best.samples)
 
     @property
     def run_s(self) -> float | None:
-        """What the run's steps take."""
         return None if self.steps is None else self.steps * self.best.step_s
 
     @property
     def cost_of_run(self) -> float | None:
-        """What the run's steps cost."""
         return None if self.steps is None or self.cost_of_step is None else self.steps * self.cost_of_step
 
 
 def marks(offers: Sequence[Offer]) -> list[str]:
-    """Of each offer whether it is the fastest, the cheapest, both or neither."""
     able = [at for at, one in enumerate(offers) if one.plans]
     fastest = min(able, key=lambda at: offers[at].best.step_s, default=None)
     priced = [at for at in able if offers[at].cost_of_step is not None]
@@ -81,12 +75,10 @@ def marks(offers: Sequence[Offer]) -> list[str]:
 
 
 def unit(offers: Sequence[Offer]) -> str:
-    """What a cost is of, where it is not of a run."""
     return "1e9 tokens" if any(one.plans and one.best.tokens for one in offers) else "1e6 samples"
 
 
 def heads(offers: Sequence[Offer]) -> tuple[str, ...]:
-    """The heads of the columns of `rows`."""
     rate = "tokens" if any(one.plans and one.best.tokens for one in offers) else "samples"
     priced = any(one.price is not None for one in offers)
     whole = any(one.steps is not None for one in offers)
@@ -100,7 +92,6 @@ def heads(offers: Sequence[Offer]) -> tuple[str, ...]:
 
 
 def rows(offers: Sequence[Offer]) -> list[tuple[str, ...]]:
-    """A row for each offer, as asked."""
     return [tuple(cell.words for cell in row) for row in _cells(offers)]
 
 
@@ -136,12 +127,10 @@ def _money(amount: float | None) -> SortedCell:
 
 
 def money(amount: float) -> str:
-    """An amount with as many digits as it has."""
     return f"{amount:,.0f}" if amount >= 1000 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
 def title(model: str, offers: Sequence[Offer], batch: int, *, assumed: bool) -> str:
-    """What is asked."""
     tokens = next((one.best.tokens for one in offers if one.plans), None)
     of = f"{model} on {len(offers)} cluster{'s' * (len(offers) != 1)}, a step of {batch:,} samples"
     of += f" ({tokens:,} tokens)" if tokens else ""
@@ -174,7 +163,6 @@ def _as_json(one: Offer) -> dict[str, Any]:
 
 
 def page(model: str, offers: Sequence[Offer], batch: int, *, assumed: bool) -> str:
-    """The page that holds the clusters against each other. It asks no network."""
     able = [one for one in offers if one.plans]
     lost = [text(f"{one.cluster}: {one.refused}", kind="warn") for one in offers if not one.plans]
     label = "clusters"

@@ -139,7 +139,6 @@ class _Records:
             )
 
     def _add_step(self, record: Row) -> None:
-        """A step that is done again, by a run that went on, replaces all from it on."""
         step = record["step"]
         if self.steps and self.steps[-1]["step"] >= step:
             while self.steps and self.steps[-1]["step"] >= step:
@@ -182,7 +181,6 @@ def _is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number that counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -213,7 +211,6 @@ def _is_memory(value: Any) -> bool:
 
 
 def course_rows(run: RunSummary) -> list[tuple[str, str]]:
-    """What was run, and what came of it."""
     plan, steps = run.plan, run.steps
     rows = [
         ("job", str(plan.get("job"))),
@@ -259,12 +256,10 @@ def by_set(run: RunSummary) -> dict[str, list[Row]]:
 
 
 def _metric_rows(what: str, records: Sequence[Row], key: str) -> list[tuple[str, str]]:
-    """A row for each metric in the records."""
     return [(f"{what}{name}", _first_to_last(values)) for name, (_, values) in _metrics(records, key).items()]
 
 
 def _metrics(records: Sequence[Row], key: str) -> dict[str, tuple[list[Any], list[Any]]]:
-    """The metrics of records by name, in each the steps and the values."""
     found: dict[str, tuple[list[Any], list[Any]]] = {}
     for record in records:
         metrics = record.get(key)
@@ -311,7 +306,6 @@ def _mib(count_bytes: int) -> str:
 
 
 def imbalance(memory: Sequence[Mapping[str, int]]) -> float:
-    """Bytes of the fullest device over the mean."""
     totals = [sum(device.values()) for device in memory]
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
@@ -338,7 +332,6 @@ def metric_curves(run: RunSummary) -> dict[str, dict[str, tuple[list[Any], list[
 
 
 def logged_curves(run: RunSummary) -> dict[str, tuple[list[int], list[Any]]]:
-    """The numbers that the job logged, by name: steps done, and values."""
     found: dict[str, tuple[list[int], list[Any]]] = {}
     for record in run.logged:
         for name, value in record.items():

@@ -52,7 +52,6 @@ def inside(run: RunSummary, folder: Path | None, *timeline: Section, now_s: floa
 
 
 def lead(run: RunSummary) -> str:
-    """The plan and the ranks in a line."""
     world = run.plan.get("world")
     return f"{run.plan.get('plan')}, {world} rank{'s' * (world != 1)}"
 
@@ -156,7 +155,6 @@ def _has_pipeline(run: RunSummary) -> bool:
 
 
 def warnings(run: RunSummary) -> list[str]:
-    """What a reader should not have to look for."""
     found = [f"Slow: {words}" for words in run.slow]
     rose = [one for one in analysis.growth_of(run) if analysis.grows(one)]
     if rose and len(analysis.since_last_start(run)) >= 20:
@@ -182,7 +180,6 @@ def _picture(run: RunSummary, title: str, lines: Sequence[Line], columns: int, *
 
 
 def _with_smoothed(run: RunSummary, values: Sequence[float | None], colour: int) -> list[Line]:
-    """The values of all steps, behind their smoothed curve where there are so many that it is another."""
     xs = _steps(run.steps)
     if len(values) <= analysis.SMOOTHED:
         return [Line("each step", xs, values, colour=colour)]
@@ -223,7 +220,6 @@ def _losses(run: RunSummary, columns: int) -> Section:
 
 
 def _logged(run: RunSummary, columns: int) -> list[Section]:
-    """What the job logged by `run.log`, each number in a picture of its own, as names say nothing of its scale."""
     found = logged_curves(run)
     if not found:
         return []
@@ -252,7 +248,6 @@ def _logged_row(name: str, values: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _sampled(rows: Sequence[Row], cells: Callable[[int], tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Of about twenty steps, evenly far apart, the last among them: the step and its cells."""
     last = len(rows) - 1
     places = sorted({round(last * at / max(1, TABLE_ROWS - 1)) for at in range(TABLE_ROWS)})
     return [(str(rows[at]["step"]), *cells(at)) for at in places]
@@ -378,12 +373,10 @@ def _memory(run: RunSummary, columns: int) -> Section:
 
 
 def _limit(run: RunSummary) -> float | None:
-    """Bytes that a device has, if that is recorded."""
     return amount(run.plan.get("memory_limit_bytes")) or None
 
 
 def _devices_shown(growth: Sequence[analysis.Growth]) -> list[int]:
-    """All, or of many the three fullest, the emptiest, and those that grew most."""
     if len(growth) <= MOST_DEVICES:
         return [one.device for one in growth]
     by_size = [one.device for one in sorted(growth, key=lambda one: -one.peak_bytes)]

@@ -21,7 +21,6 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?=\.\w)|(?<=\w\.)\d+(?!\w)")
 
 
 def group_title(explanation: Row) -> str:
-    """What is shown, and what its columns are."""
     return (
         f"{explanation['job']}, {explanation['plan']}: what can be split together, its share of the model's elements, "
         "and the bytes that ranks sum for it in the forward and the backward pass of the traced microbatch"
@@ -38,7 +37,6 @@ def group_rows(explanation: Row) -> list[tuple[str, ...]]:
 
 
 def full_rows(explanation: Row) -> list[tuple[str, ...]]:
-    """Names of parameters in no group, their number, and why."""
     kinds: dict[Any, list[tuple[str, Sequence[str]]]] = {}
     for name, reasons in explanation["unsplit"].items():
         kinds.setdefault((_template(name), *map(_template, reasons)), []).append((name, reasons))
@@ -49,7 +47,6 @@ def full_rows(explanation: Row) -> list[tuple[str, ...]]:
 
 
 def in_a_line(explanation: Row) -> str:
-    """How much is split, and how to split less."""
     names = _split(explanation)
     if not names:
         return f"nothing is split over {explanation['ranks']} ranks; evenly run refuses this plan"
@@ -68,7 +65,6 @@ def abbreviated(texts: Iterable[str]) -> str:
 
 
 def _split(explanation: Row) -> list[str]:
-    """The names of the split parameters."""
     return [one["name"] for group in explanation["groups"] if group["split"] for one in group["parameters"]]
 
 
@@ -77,7 +73,6 @@ def _template(text: str) -> str:
 
 
 def _kind(group: Row) -> Any:
-    """What groups of one row have in common."""
     parameters = dict.fromkeys(map(_layout, group["parameters"]))
     numbers = (group["elements"], group["forward_bytes"], group["backward_bytes"])
     return (*parameters, *numbers, _template(group["reason"]))
@@ -130,7 +125,6 @@ STAGE_HEADS = ("stage", "ranks", "blocks", "cost", "parameters", "weights", "sav
 
 
 def stage_title(document: Row) -> str:
-    """What is shown, and what its columns are."""
     return (
         f"{document['job']}, {document['plan']}:\nthe stages ({document['schedule']}, {document['microbatches']} "
         "microbatches), each with its share of a forward's cost, its parameters, "
@@ -160,14 +154,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def stages_in_a_line(document: Row) -> str:
-    """Where the stages begin, as a plan has it, and what several hold."""
     line = f"in the plan this cut is split_points={document['cut']}"
     shared = [f"{name} (stages {', '.join(map(str, stages))})" for name, stages in document["shared"].items()]
     return f"{line}; held by several stages: {', '.join(shared[:5])}{', ...' * (len(shared) > 5)}" if shared else line
 
 
 def _blocks(names: Sequence[str]) -> str:
-    """The first and the last of each run of blocks of one list."""
     runs: list[list[str]] = []
     for name in names:
         if runs and abbreviated([runs[-1][-1], name]).count("*") == 1:

@@ -211,7 +211,6 @@ def _across_tick(tick: Node, left: float, wide: float, bottom: float) -> list[st
 
 
 def _data(area: Node, left: float, top: float, wide: float, high: float, *, rows: int) -> list[str]:
-    """The figure's own SVG in its place, and what stands in its boxes."""
     (svg,) = area.all("svg")
     across, up = map(float, svg.attributes["viewbox"].split()[2:])
     paths = [*svg.all("path")]
@@ -231,7 +230,6 @@ def _path(path: Node) -> str:
 
 
 def _in_boxes(path: Node, left: float, top: float, scale_x: float, scale_y: float) -> Iterator[str]:
-    """What follows the last dot of a box's text, where there is room: `page.js` has the same rule."""
     texts = json.loads(path.attributes["data-texts"])
     found = re.findall(r"M(\d+),(\d+)h(\d+)v(\d+)", path.attributes["d"])
     for text, (x, y, width, height) in zip(texts, found, strict=True):

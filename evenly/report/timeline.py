@@ -76,14 +76,12 @@ def pipeline_of(recorded: RecordedSpans, plan: Row) -> PipelineView | None:
 
 
 def has_pipeline(recorded: RecordedSpans) -> bool:
-    """Whether the spans are those of stages."""
     return not any(
         one.kind != "operation" for steps in recorded.others.values() for found in steps.values() for one in found
     )
 
 
 def _are_all(recorded: RecordedSpans, plan: Row) -> bool:
-    """Whether every rank has recorded something."""
     world, ranks = plan.get("world"), {*recorded.positions}
     return not isinstance(world, int) or (len(ranks) == world and ranks == {*range(len(ranks))})
 
@@ -132,7 +130,6 @@ def _run(recorded: RecordedSpans, group: Sequence[int], step: int) -> Timeline:
 
 
 def _is_whole(run: Timeline) -> bool:
-    """Whether every rank has spans, and every stage its passes on all microbatches."""
     done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in COMPUTE}
     for span in run.spans:
         done.get(span.kind, set()).add((span.stage, span.microbatch))
@@ -182,7 +179,6 @@ def figures(pipeline: PipelineView) -> dict[str, Any]:
 
 
 def title(pipeline: PipelineView) -> str:
-    """What the table is of."""
     shown = figures(pipeline)
     return (
         f"pipeline {shown['schedule'] or ''}: {_counted(shown['stages'], 'stage')}, "
@@ -230,7 +226,6 @@ def section(pipeline: PipelineView) -> Section:
 
 
 def _paler(pipeline: PipelineView) -> str:
-    """What is said of the boxes of ranks with several stages."""
     shown = figures(pipeline)
     return "; paler: a rank's later stages" if any(len(row["stages"]) > 1 for row in shown["ranks"]) else ""
 
@@ -244,7 +239,6 @@ def _as_simulated(group: RankRow) -> Timeline:
 
 
 def step_title(view: StepView) -> str:
-    """What is shown of ranks without a pipeline."""
     return f"step {view.step}, {time_in_words(view.seconds)}, the median of {view.steps}"
 
 
@@ -271,13 +265,11 @@ def step_figures(view: StepView) -> list[dict[str, Any]]:
 
 
 def step_rows(view: StepView) -> list[tuple[str, ...]]:
-    """A row for each rank, as `STEP_HEADS`."""
     rows = [[*row.values()] for row in step_figures(view)]
     return [(str(rank), *(time_in_words(one) if one else "-" for one in seconds)) for rank, *seconds in rows]
 
 
 def step_section(view: StepView) -> Section:
-    """The step as a part of a page."""
     words = (
         f"{step_title(view)}. A row for each rank: its passes with the number of the microbatch, and below them what "
         "was under way between ranks. Operations that are waited for within a pass make that pass longer."
@@ -290,7 +282,6 @@ def step_section(view: StepView) -> Section:
 
 
 def sections_of(pipeline: PipelineView | None, step: StepView | None) -> list[Section]:
-    """What a page shows of a step of the ranks, if anything."""
     return [section(pipeline)] if pipeline else [step_section(step)] if step else []
 
 

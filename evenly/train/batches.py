@@ -54,7 +54,6 @@ class _BatchesByIndex:
         self._last: Batch | None = None
 
     def batch(self, step: int) -> Batch:
-        """The batch of `step`."""
         last = self._last
         if self._microbatches is None or last is None or last.remaining or step != last.share.step + 1:
             self._microbatches = self._loader.read(self._share(one) for one in range(step, self._steps))

@@ -58,7 +58,6 @@ def evaluate(run: Run, *, average: bool = True) -> Evaluation:
 
 
 def _evaluate_set(run: Run, job: Job, name: str) -> Evaluation:
-    """The evaluation of the one set of `job`, the run's."""
     outputs = run.executor.outputs = None if job.evaluate is None else {}
     try:
         totals, share = _totals(run, job)

@@ -45,7 +45,6 @@ class Interrupt:
 
     @property
     def asked(self) -> bool:
-        """Whether a stop was requested in this process."""
         return self._asked_at is not None
 
     def asked_at(self, *, saving: bool) -> bool:

@@ -79,7 +79,6 @@ def check_job(job: Job, plan: Plan, world: World, feed: StreamFeed | None = None
 
 
 def first_problem(problems: Sequence[tuple[str, str, str] | None]) -> SampleError | None:
-    """That of the first rank which has one."""
     for rank, problem in enumerate(problems):
         if problem is not None:
             error = SampleError(*problem)
@@ -89,7 +88,6 @@ def first_problem(problems: Sequence[tuple[str, str, str] | None]) -> SampleErro
 
 
 def _streams(job: Job) -> list[Any]:
-    """The streams of the job: its data, if that is one, and its sets."""
     data: Any = job.data.data if isinstance(job.data, HeldStream) else job.data
     return [one for one in (data, *job.eval_sets.values()) if is_stream(one)]
 
@@ -183,7 +181,6 @@ def _facts_of(optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]
 
 
 def differing_field(ranks: Sequence[Mapping[str, Any]]) -> UserError | None:
-    """What is wrong with the facts of all ranks."""
     if any(facts.get("cost") for facts in ranks):
         return UserError(
             "the job's cost on several ranks",
@@ -243,7 +240,6 @@ def check_model(
 
 
 def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World) -> dict[str, float]:
-    """As `check_model`, of the loss that is computed."""
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
@@ -286,7 +282,6 @@ def _noticing(plan: Plan, executor: Executor) -> Generator[set[str]]:
 
 
 def _problem(plan: Plan, ranks: Sequence[tuple[bool, bool, list[str], list[str]]]) -> UserError | None:
-    """What is wrong with the model, from what each rank has found: see `check_model`."""
     if retyped := next((names for *_, names in ranks if names), []):
         return UserError(
             f"plan {plan}",

@@ -161,7 +161,6 @@ def check_gradients(
 
 
 def gradients_differ(ones: Figures, others: Figures) -> bool:
-    """Whether gradients of one microbatch are others than those, by more than rounding."""
     if len(ones) != len(others):
         return True
     largest = max((norm for norm, _ in ones if math.isfinite(norm)), default=0.0)
@@ -173,7 +172,6 @@ def gradients_differ(ones: Figures, others: Figures) -> bool:
 
 
 def _graph(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd's graph that `outputs` were computed by, each once."""
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = {None, *waiting}
     while waiting:
@@ -185,14 +183,12 @@ def _graph(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 
 def _functions(kind: type[Any] = torch.autograd.Function) -> Iterator[type[Any]]:
-    """All classes of functions with backwards of their own."""
     for one in kind.__subclasses__():
         yield one
         yield from _functions(one)
 
 
 def _is_known(module: str) -> bool:
-    """Whether a module is torch's or of this package, which remember nothing."""
     return module.partition(".")[0] in ("torch", "evenly")
 
 

@@ -107,7 +107,6 @@ def may_remember(function: Any, known: frozenset[Any] = frozenset()) -> bool:
 
 
 def _remembers(value: Any, known: frozenset[Any]) -> bool:
-    """Whether something that a function uses from outside may be changed by it."""
     library = getattr(value, "__module__", None) or ""
     if isinstance(value, FunctionType) and library.partition(".")[0] not in LIBRARIES:
         return may_remember(value, known)
@@ -117,7 +116,6 @@ def _remembers(value: Any, known: frozenset[Any]) -> bool:
 
 
 def _codes_of(code: CodeType) -> Iterator[CodeType]:
-    """That of a function and of all functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -160,7 +158,6 @@ def warn_of_idle_ranks(job: Job, plan: Plan) -> None:
 
 
 def _warn(text: str, place: Callable[..., Any]) -> None:
-    """A warning at the place of the job's function `place`."""
     code = getattr(getattr(place, "__init__", None) if isinstance(place, type) else place, "__code__", None)
     where = (code.co_filename, code.co_firstlineno) if code is not None else ("job", 0)
     warnings.warn_explicit(text, JobWarning, *where)
@@ -228,7 +225,6 @@ def _loss_note(loss: LossFunction, found: Any, batch: Any, outputs: Sequence[Any
 
 
 def _ignores_unevenly(batch: Any) -> bool:
-    """Whether targets of `batch` that are ignored are more in one sample than in another."""
     targets = [t for _, t in tensors_by_path(batch) if t.dtype == torch.int64 and t.dim() == 2]
     counts = [(target == IGNORED).sum(1) for target in targets]
     return any(int(count.max()) > int(count.min()) for count in counts)
@@ -279,7 +275,6 @@ def _result(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int
 
 
 def _differ(whole: _Result, parts: Sequence[_Result], expected: Sequence[list[torch.Tensor]]) -> bool:
-    """Whether `parts` do not add up to `whole`, of whose gradients they have the `expected` rows."""
     tolerance = TOLERANCE_16_BITS if any(one.itemsize < 4 for one in whole.gradients) else TOLERANCE
     for number in ("total", "weight"):
         values = [getattr(part, number) for part in parts]
@@ -313,7 +308,6 @@ def _rows(nest: Any, samples: int, part: slice, *, adjacent: bool, shared: bool 
 
 
 def _has_plain_lists(nest: Any) -> bool:
-    """Whether a list in `nest` has something other than tensors: of samples, it may be, which nothing cuts."""
     if isinstance(nest, Mapping):
         return any(map(_has_plain_lists, nest.values()))
     if isinstance(nest, list | tuple):

@@ -67,6 +67,5 @@ def starts_of(options: RunOptions) -> int:
 
 
 def newest_step(options: RunOptions) -> int | None:
-    """Of the newest checkpoint that the run can go on from."""
     places = [CheckpointFolder(place) for place in (options.out, options.save_to) if place is not None]
     return max((step for place in places for step in place.steps()), default=None)

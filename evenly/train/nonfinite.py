@@ -33,7 +33,6 @@ class BuffersBefore:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Each as it was, and in its place."""
         for module, name, buffer, value in self._found:
             buffer.copy_(value)
             setattr(module, name, buffer)
@@ -73,7 +72,6 @@ def traced_error(
 
 
 def loss_seen(totals: StepTotals, share: Share) -> str:
-    """Which microbatch has no finite loss, and its samples."""
     number = totals.not_finite[0]
     samples = ", ".join(map(str, share.microbatches[number]))
     others = f", as {len(totals.not_finite) - 1} more" if len(totals.not_finite) > 1 else ""
@@ -103,5 +101,4 @@ def check_evaluation(totals: StepTotals, share: Share, step: int, name: str = ""
 
 
 def is_bad(totals: StepTotals, grad_norm: float) -> bool:
-    """Whether a step has a loss or a gradient that is not finite."""
     return bool(totals.not_finite) or not math.isfinite(grad_norm)

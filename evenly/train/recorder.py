@@ -130,7 +130,6 @@ def record_decisions(run: Run, predicted: Mapping[str, Any] | None, settings: Ma
 
 
 def _config(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is trained, as nested dicts."""
     plain = {field.name: getattr(run.job, field.name) for field in fields(run.job)}
     plain = {name: str(value) if is_dataclass(value) else value for name, value in plain.items()}  # as EMA(decay=0.9)
     plain = {name: value for name, value in plain.items() if isinstance(value, int | float | str)}

@@ -136,7 +136,6 @@ def _agree_on_groups(run: Run) -> None:
 
 
 def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
-    """The tensors of these names in a checkpoint that the tensor axis splits."""
     if run.composed.tensor is None:
         return None
     from evenly.parallel.tensor.saving import SplitCheckpoint

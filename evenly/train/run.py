@@ -77,8 +77,6 @@ Result = TypeVar("Result")
 
 
 def _at_work(method: Callable[Concatenate[Run, Arguments], Result]) -> Callable[Concatenate[Run, Arguments], Result]:
-    """A method within which parameters are what this rank has of them."""
-
     @wraps(method)
     def run(self: Run, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.inside():

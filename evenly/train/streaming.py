@@ -119,7 +119,6 @@ class StreamHands:
     def _prepared(
         self, read: Callable[[], StreamedBatch | None], fitted: Fitted, speeds: Sequence[float]
     ) -> tuple[_OwnShare | EvenlyError | None, list[bytes]]:
-        """The share of this rank, and the messages to all."""
         try:
             with undisturbed():
                 batch = read()
@@ -143,7 +142,6 @@ def _packed_result(make: Callable[[], Any]) -> bytes:
 
 
 def _packed(share: Share, batch: StreamedBatch) -> bytes:
-    """The share, and each of its microbatches, packed by itself."""
     return packed((share, {number: _packed_part(batch, number) for number in {*share.own, *share.fillers}}))
 
 
@@ -321,7 +319,6 @@ def _read_at(job: Job, place: StreamPlace) -> tuple[StreamReader, StreamBatch]:
 
 
 def _as_value(state: Any) -> Any:
-    """The state of a stream, if a checkpoint's values can have it."""
     try:
         encode(state, "the state of the stream")
     except UserError:
@@ -348,7 +345,6 @@ class _FedSource:
         self._own, self._samples = own, samples
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:
-        """The microbatches again."""
         return MicrobatchStream(iter(self._own))
 
     def samples(self, share: Share) -> list[Any]:

@@ -101,7 +101,6 @@ def whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_all_stages(run: Run, pipeline: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a pipeline, each sent by the first of its ranks that has it."""
     own = dict(_named_tensors(run.model))
     own = {name: tensor for name, tensor in own.items() if name not in pipeline.placeholders}
     holders = gather_values([*own], pipeline.group)

@@ -55,11 +55,9 @@ class Rounding:
     figures: list[float] = field(default_factory=list[float])
 
     def figure(self, step: int) -> float:
-        """Of metrics at `step`."""
         return self.figures[step] if step < len(self.figures) else 0.0
 
     def scalar(self, step: int) -> float:
-        """Of losses and gradient norms at `step`."""
         return self.scalars[step] if step < len(self.scalars) else 0.0
 
     def of_tensors(self, step: int) -> Spreads:
@@ -121,7 +119,6 @@ def spread(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 
 
 def spread_of(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Spreads:
-    """The `spread` of every tensor, by name."""
     return {name: spread(found[name], tensor) for name, tensor in expected.items() if name in found}
 
 
@@ -276,7 +273,6 @@ class RankComparison:
 
 
 def _noise(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float:
-    """The largest median spread of a tensor of enough elements, as a share of the tensor's size."""
     named = ((spreads[name][1], tensor) for name, tensor in expected.items() if name in spreads)
     return max((median / _size(b) for median, b in named if b.numel() >= FEW and _size(b) > 0), default=0.0)
 
@@ -289,12 +285,10 @@ def _mean_moved(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float
 
 
 def _kind_of(name: str) -> str:
-    """Of a tensor of the optimizer's state: exp_avg, say."""
     return name.partition(" of ")[0]
 
 
 def _largest_by_kind(expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """By kind, the largest element of all tensors of the optimizer's state."""
     found: dict[str, float] = {}
     for name, tensor in expected.items():
         if tensor.numel() and tensor.is_floating_point():
@@ -304,7 +298,6 @@ def _largest_by_kind(expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """The root of the mean square."""
     return float(_float64(tensor).square().mean().sqrt()) if tensor.numel() else 0.0
 
 

@@ -90,7 +90,6 @@ def _order_problems(job: Job) -> Iterator[str]:
 
 
 def _cut_problems(job: Job) -> Iterator[str]:
-    """The microbatches of some steps hold their batches, and keep to the job's count or budget."""
     per_epoch = ceil(job.length / job.global_batch)
     steps = {*range(CUT_STEPS), per_epoch - 2, per_epoch - 1, *range(per_epoch, per_epoch + CUT_STEPS)}
     for step in sorted(step for step in steps if step >= 0):
@@ -140,7 +139,6 @@ def _evaluation_problems(job: Job) -> Iterator[str]:
 
 
 def _not_once(indices: Sequence[int], complete: int, length: int, what: str) -> Iterator[str]:
-    """What is wrong if `indices` are not `complete` different ones of range(length)."""
     if outside := [i for i in indices if not 0 <= i < length]:
         yield f"{what} has sample {outside[0]}, and there are {length}"
     if repeated := [i for i, count in Counter(indices).items() if count > 1]:

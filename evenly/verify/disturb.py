@@ -118,7 +118,6 @@ def _dtypes(values: Iterable[Any]) -> list[torch.dtype]:
 
 
 def _is_called_outside(frame: FrameType | None) -> bool:
-    """Whether other code than evenly's has made the call of a `__torch_function__`, which modes of evenly's pass on."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(EVENLY)

@@ -97,7 +97,6 @@ def _first_difference(one: _Forward, other: _Forward) -> str | None:
 
 
 def _read(job: Job, number: int) -> tuple[int, Any]:
-    """How many samples microbatch `number` of the first step has, and what is collated of them."""
     return read_microbatch(job, next(batches(job))[number], stream_key(job.seed, "data", 0, number))
 
 

@@ -152,7 +152,6 @@ class ReferenceRun:
         self._evaluation: dict[str, dict[str, float]] = {}
 
     def batches(self) -> Iterator[ReferenceBatch]:
-        """The batches of the steps to come."""
         numbered = enumerate(batches(self.job))
         while self.goes_on:
             number, microbatches = next(numbered)
@@ -160,7 +159,6 @@ class ReferenceRun:
                 yield ReferenceBatch(microbatches)
 
     def batch(self, samples: Sequence[Any]) -> ReferenceBatch:
-        """A batch of samples that the loop has made."""
         cuts = cut([*range(len(samples))], size=self.job.samples_per_microbatch)
         return ReferenceBatch(partial(list[Any], [samples[place] for place in places]) for places in cuts)
 
@@ -261,7 +259,6 @@ class ReferenceRun:
         return found
 
     def record(self) -> ReferenceStep:
-        """The step and the state as they are now."""
         optimizers, named = [phase.optimizer for phase in self._phases], [*self.model.named_parameters()]
         return ReferenceStep(
             self.steps_done,
@@ -339,7 +336,6 @@ def saves(job: Job, step: int) -> bool:
 
 
 def _is_frozen(job: Job, name: str, step: float) -> bool:
-    """Whether the parameter `name` is frozen in `step`, of which the first is 1."""
     counts = [count for pattern, count in (job.frozen or {}).items() if fnmatchcase(name, pattern)]
     return counts != [] and (counts[-1] is None or step <= counts[-1])
 
@@ -387,7 +383,6 @@ def _named_averages(averaged: AveragedModel | None) -> dict[str, torch.Tensor]:
 
 
 def _evaluated(model: torch.nn.Module, averaged: AveragedModel | None) -> torch.nn.Module:
-    """The averaged model, once there are averages, with the buffers that `model` has."""
     if averaged is None or not averaged.n_averaged:
         return model
     with torch.no_grad():

@@ -28,7 +28,6 @@ WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-floa
 
 
 def batches(job: Job) -> Iterator[list[Callable[[], list[Any]]]]:
-    """For every step, from the first, its microbatches: each reads its samples."""
     if job.streams:
         yield from _streamed(job)
     for step in count():
@@ -58,7 +57,6 @@ def _streamed(job: Job) -> Iterator[list[Callable[[], list[Any]]]]:
 
 
 def evaluation_microbatches(job: Job) -> Iterator[Callable[[], list[Any]]]:
-    """The microbatches of an evaluation."""
     if not is_stream(job.eval_data):
         yield from (partial(_by_index, job.eval_data, indices) for indices in microbatches_of_evaluation(job))
         return
@@ -89,7 +87,6 @@ def read_microbatch(job: Job, microbatch: Callable[[], list[Any]], key: int, dev
 
 
 def collated(job: Job, samples: list[Any]) -> Any:
-    """The batch of these samples, in the job's precision."""
     batch = (job.collate or default_collate)(samples)
     if (dtype := WEIGHTS.get(job.precision)) is not None:
         batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)

@@ -121,7 +121,6 @@ def _together(parts: list[Any]) -> Any:
 
 
 def _figures(evaluate: Any, outputs: Any) -> dict[str, float]:
-    """What the job's `evaluate` makes of all outputs: a function, or a metric of torchmetrics."""
     if not hasattr(evaluate, "compute"):
         return {name: float(value) for name, value in evaluate(outputs).items()}
     metric = copy.deepcopy(evaluate)

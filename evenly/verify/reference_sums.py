@@ -27,7 +27,6 @@ class LossSums:
 
     @property
     def loss(self) -> float:
-        """The mean over all that counts, or the sum."""
         return math.fsum(self.totals) / self.weight
 
     @property

@@ -45,7 +45,6 @@ class FirstOfStream(IterableDataset[Any]):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
     def set_epoch(self, epoch: int) -> None:
-        """Also of the stream, where it has epochs."""
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
 

@@ -28,7 +28,6 @@ class FoundInJob:
 
     @property
     def notes(self) -> str:
-        """All that is not well, in one line."""
         return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note, self.unseen)))
 
     def __or__(self, other: FoundInJob) -> FoundInJob:

@@ -82,7 +82,6 @@ class Trajectory:
         return load_file(self._file(step, "state"))
 
     def scalars(self) -> Scalars:
-        """The numbers of all steps."""
         saved: dict[str, Any] = json.loads((self.folder / "scalars.json").read_text())
         saved["eval_losses"] = {int(step): loss for step, loss in saved["eval_losses"].items()}
         return Scalars(**saved)
@@ -101,7 +100,6 @@ def named_figures(metrics: Mapping[str, float], evaluation: Mapping[str, Mapping
 
 
 def trajectory_folder(folder: Path, kind: Disturbance, draw: int = 1) -> Path:
-    """Where the run with a `draw` of `kind` of rounding added is saved."""
     return folder / ("reference" if kind == "none" else f"disturbed-{kind}-{draw}")
 
 
@@ -119,7 +117,6 @@ def measure_rounding(folder: Path, kind: Disturbance, draw: int = 1) -> None:
 
 
 def rounding_of(reference: Trajectory, disturbed: Trajectory, kind: Disturbance) -> Rounding:
-    """How far the `disturbed` run strayed from the `reference`, step by step."""
     one, other = reference.scalars(), disturbed.scalars()
     scalars: list[float] = [0.0]
     figures: list[float] = [0.0]

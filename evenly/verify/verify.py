@@ -203,7 +203,6 @@ def _verify_plan(
 
 
 def _problem_of(found: FoundInJob, world: int) -> Row | None:
-    """The row of every plan of `world` devices where the job or its data break the contract themselves."""
     if found.broken_rule:
         return Row("", world, "different", reason=f"data: {found.broken_rule}")
     if found.hidden_state and world > 1:

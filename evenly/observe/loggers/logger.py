@@ -56,7 +56,6 @@ class LoggedRun:
 
     @property
     def name(self) -> str:
-        """The name of its folder, else of its job."""
         return self.out.resolve().name if self.out is not None else str(self.config["job"]["name"])
 
     def kept(self, logger: str) -> Path | None:
@@ -103,7 +102,6 @@ class Logger(ABC):
         """Ends; failed: whether the run has."""
 
     def path(self, run: LoggedRun) -> Path:
-        """The file or folder to write."""
         return self._path or (run.out or Path()) / self.place
 
     # --- a sink -----------------------------------------------------------------------------------------
@@ -180,7 +178,6 @@ class Logger(ABC):
 
 
 def first_line(problem: BaseException) -> str:
-    """What an exception says, on one line that is not too long."""
     return " ".join(str(problem).split())[:300]
 
 

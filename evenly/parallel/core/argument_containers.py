@@ -66,7 +66,6 @@ def _carry_over_dict(callers: dict[Any, Any], own: dict[Any, Any], before: dict[
 
 
 def _pairs_of(callers: Any, own: Any) -> Iterator[Pair]:
-    """The containers of two nests of one form that the part may change."""
     if isinstance(callers, list | tuple) and isinstance(own, list | tuple):
         if callers is not own and isinstance(callers, list):
             yield callers, own, [*own]

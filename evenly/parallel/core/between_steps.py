@@ -97,7 +97,6 @@ def name_of_call(func: Callable[..., Any]) -> str:
 
 
 def changes_its_first(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
     last = name.rpartition(".")[2]
     return IN_PLACE.fullmatch(last) is not None or (last.endswith("_") and not last.endswith("__"))
 

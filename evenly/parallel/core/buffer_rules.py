@@ -44,7 +44,6 @@ class BufferRule(ABC):
 
     @property
     def record_bytes(self) -> int:
-        """What one call leaves until the end of the step."""
         return self.width * getattr(self.module, self.buffers[0]).itemsize
 
     @abstractmethod

@@ -53,7 +53,6 @@ class BlockCall:
     _at: tuple[str, int]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns for these arguments."""
         self._begun[self._at] = self._key, self.number
         self.begin()
         result = self._run(*args, **kwargs)

@@ -140,7 +140,6 @@ class CompiledForward:
         return result
 
     def _is_watched(self) -> bool:
-        """Whether anything has to see what the block computes inside."""
         if any(has_hooks(module) for module in self._modules[1:]):  # those of the block itself run around its forward
             self._warn("there are hooks in it, of which torch's graphs know those of one block")
             return True
@@ -148,7 +147,6 @@ class CompiledForward:
 
     @contextmanager
     def _outside_of_graph(self) -> Generator[None]:
-        """What the engine has to do around a graph."""
         for layer in self._layers:
             layer.begin_graph()
         try:
@@ -160,5 +158,4 @@ class CompiledForward:
 
 
 def _with_known_graphs() -> Any:
-    """A context within which what no graph was made for runs as it is written."""
     return torch.compiler.set_stance("eager_on_recompile")

@@ -58,7 +58,6 @@ def _changes(found: Iterable[tuple[Any, dict[Any, Any]]]) -> Iterator[tuple[Any,
 
 
 def _changeable(roots: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """The modules, lists, dicts, sets and objects among `roots` and in what they hold, each once."""
     left = [*roots]
     while left:
         one = left.pop()
@@ -81,7 +80,6 @@ def _items(one: Any) -> dict[Any, Any]:
 
 
 def _same(value: Any, before: Any) -> bool:
-    """Whether it is one object, an equal plain value, or a list or tuple of such."""
     if value is before:
         return True
     if isinstance(value, list | tuple) and isinstance(before, list | tuple):

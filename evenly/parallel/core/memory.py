@@ -90,7 +90,6 @@ class MemoryCounter(TorchDispatchMode):
         return {number: dict(categories) for number, (_, categories) in sorted(self._peaks.items())}
 
     def peak_bytes(self, number: int = 0) -> int:
-        """The most that device `number` had."""
         return self._peaks.get(number, (0, {}))[0]
 
     def __enter__(self) -> MemoryCounter:
@@ -183,12 +182,10 @@ def of_subclasses(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """All that the optimizer keeps here, shards as they are."""
     for state in optimizer.state.values():
         yield from map(local, tensors_in(state))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor`."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

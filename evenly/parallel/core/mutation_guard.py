@@ -104,7 +104,6 @@ def _kind(tensor: torch.Tensor | None) -> Kind:
 
 
 def _prints(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
-    """The fingerprints of those that are not trained, by id. What stands in for one of another stage has no numbers."""
     here = [one for one in tensors if one is not None and _has_numbers(type(one)) and not one.is_meta]
     return {id(one): fingerprint(one) for one in here if not one.requires_grad}
 

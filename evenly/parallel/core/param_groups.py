@@ -14,7 +14,6 @@ Members = dict[str, list[Any]]  # of a group: its parameters, and their names if
 
 
 def members(optimizer: optim.Optimizer) -> list[Members]:
-    """Those of each group."""
     return [{key: group[key] for key in ("params", "param_names") if key in group} for group in optimizer.param_groups]
 
 

@@ -43,7 +43,6 @@ class ViewedParameters(dict[str, Any]):
 
     @property
     def viewers(self) -> int:
-        """How many views there are."""
         return len(self._views)
 
     def hide(self, name: str, placeholder: torch.Tensor) -> None:
@@ -121,7 +120,6 @@ class _Unasked(ViewedParameters):
 
 
 def is_placeholder(value: Any) -> bool:
-    """Whether `value` stands in for a tensor that another rank has."""
     return is_fake(type(value)) or not getattr(value, "arrived", True)
 
 
@@ -136,7 +134,6 @@ def viewed_tensors(module: nn.Module, kind: TensorDict, *, strict: bool = False)
 
 
 def dicts_in(module: nn.Module) -> set[int]:
-    """The ids of the dicts of parameters and buffers in it."""
     return {id(tensor_dict(one, kind)) for one in module.modules() for kind in _KINDS}
 
 

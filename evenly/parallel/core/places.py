@@ -69,7 +69,6 @@ class ValuePlace:
         return one != its and (one == one or its == its)
 
     def is_like(self, other: ValuePlace) -> bool:
-        """Whether the value of `other` can be put here."""
         one, its = self.value, other.value
         if type(one) is not type(its) or isinstance(one, (list, Drawn, *NUMBERS)):
             return type(one) is type(its)
@@ -166,7 +165,6 @@ def _undo_of(value: Any, holder: Any, key: Any) -> Callable[[], object] | None:
 
 
 def _is_table(holder: Any, key: Any) -> bool:
-    """Whether it is one of those that torch gives to each module, where the engine has hooks too."""
     return isinstance(holder, dict) and key in TABLES and holder.keys() >= {*STATE}
 
 
@@ -292,21 +290,18 @@ def _held_by(name: str, value: Any) -> Iterator[Held]:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether it is an object of a class that is not the job's: a logger, say, which others have too."""
     if isinstance(value, (*NO_OBJECTS, dict, list, tuple, set, frozenset, deque, nn.Module, ModuleType)):
         return False
     return hasattr(value, "__dict__") and not _is_own(str(type(value).__module__))
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether an object, or a Python module, may belong to the job."""
     if isinstance(value, ModuleType):
         return _is_own(value.__name__)
     return hasattr(value, "__dict__") and str(type(value).__module__).partition(".")[0] not in APART
 
 
 def _named_by(name: str, function: FunctionType) -> Iterator[Held]:
-    """What `function` has in its closure, attributes and defaults, and the global variables that its code names."""
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"{name}.{variable}", cell.cell_contents, cell, None
@@ -321,13 +316,11 @@ def _named_by(name: str, function: FunctionType) -> Iterator[Held]:
 
 @cache
 def _names(code: CodeType) -> frozenset[str]:
-    """Those that the code of a function, and of functions within, has for global variables and attributes."""
     return frozenset(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 @cache
 def _is_own(module: str) -> bool:
-    """Whether a Python module is the job's own: of no package that is installed, nor of Python's library."""
     if module.partition(".")[0] in (*APART, *sys.stdlib_module_names):
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""

@@ -190,7 +190,6 @@ class PowerIteration(BufferRule):
         return base + number
 
     def _repeated(self) -> int:
-        """The ordinal of the call that the backward computes again."""
         under, backward = last_seed(), backward_number()
         ordinals = self._called.get(under)
         if ordinals is None:
@@ -214,7 +213,6 @@ class PowerIteration(BufferRule):
 
 
 def power_iterations(name: str, module: nn.Module, *, shared: bool) -> list[PowerIteration]:
-    """Those of `module`, by itself."""
     if isinstance(module, SpectralNormOfWeight):
         has_vectors = SPECTRAL_VECTORS[0] in tensor_dict(module, "_buffers")  # a weight of one dim has none
         return [PowerIteration(name, module, shared=shared)] if has_vectors else []

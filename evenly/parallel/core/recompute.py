@@ -213,7 +213,6 @@ class RecomputedBackward:
 
 
 def _in_repetition(trace: TracebackType | None) -> bool:
-    """Whether an error comes from torch's reading of what it saved for a second forward."""
     return any(frame.f_globals["__name__"] == checkpoint.__module__ for frame, _ in walk_tb(trace))
 
 
@@ -234,7 +233,6 @@ class CachesOff:
 
 
 def hands_caches(model: nn.Module) -> bool:
-    """Whether `CachesOff` changes anything of it."""
     return bool(_caching(model))
 
 

@@ -23,7 +23,6 @@ class RecurrentWeights:
             vars(layer)["flatten_parameters"] = _leave
 
     def close(self) -> None:
-        """The layers move their weights again."""
         for layer in self._layers:
             vars(layer).pop("flatten_parameters", None)
 

@@ -78,7 +78,6 @@ class ShardedInit(TorchDispatchMode):
 
     @property
     def has_large(self) -> bool:
-        """Whether there is a storage that may be offloaded."""
         return bool(self._large)
 
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
@@ -105,7 +104,6 @@ class ShardedInit(TorchDispatchMode):
 
     @property
     def offloaded_bytes(self) -> int:
-        """What all ranks together hold in slices."""
         return sum(large.size for large in self._large.values() if large.slice is not None)
 
     def __enter__(self) -> ShardedInit:

@@ -55,7 +55,6 @@ class RunningStatistics:
 
     @property
     def layers(self) -> int:
-        """How many layers change buffers by a rule, here or on other ranks."""
         return len(self._all)
 
     def share_with(self, first: RunningStatistics) -> None:
@@ -148,12 +147,10 @@ class RunningStatistics:
             rule.detach()
 
     def rules_in(self, module: nn.Module) -> list[BufferRule]:
-        """What changes buffers of `module`, or within it, by a rule."""
         parts = {id(part) for part in module.modules()}
         return [rule for rule in self._layers if id(rule.module) in parts]
 
     def _split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The part of each layer."""
         return flat.split([rule.width for rule in self._layers])
 
     def _zeros(self) -> torch.Tensor:
@@ -175,7 +172,6 @@ class RunningStatistics:
         return all_reduce(flat, self._group, label="running statistics")
 
     def _exactly_summed(self, terms: Sequence[Sequence[Term]]) -> torch.Tensor:
-        """The same, rounded once."""
         sums, start = ExactSum(self._zeros()), 0
         for rule, own in zip(self._layers, terms, strict=True):
             for factor, term in own:
@@ -199,5 +195,4 @@ def rules_of(model: nn.Module, *, shared: bool = True) -> list[BufferRule]:
 
 
 def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers of `model` that change by a rule."""
     return [getattr(rule.module, name) for rule in rules_of(model) for name in rule.buffers]

@@ -212,7 +212,6 @@ class ExactBucket(Bucket):
             self._rows = exchange.begin(sent.view(ranks, -1), self.group, label=self.label)
 
     def _message(self) -> torch.Tensor:
-        """This rank's part and the tail, 1D."""
         if not self.once or self.sum_dtype is self.dtype:
             return self.sent
         end = self.gradients.nbytes + self.tail.nbytes
@@ -235,7 +234,6 @@ class ExactBucket(Bucket):
 
     @property
     def _few_numbers(self) -> bool:
-        """Whether each sum is of at most two numbers: their addition rounds it, once, in their own type too."""
         return self.once and self.group.size <= 2
 
     def _region(self) -> torch.Tensor:

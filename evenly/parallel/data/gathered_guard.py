@@ -71,7 +71,6 @@ class GatheredGuard:
         return compare
 
     def begin(self, unit: nn.Module, _: Any = None) -> None:
-        """A forward pre-hook: notes that a forward of `unit` begins."""
         self._first_nodes[unit] = next_node_number()
 
     def note(self, name: str, parameter: torch.Tensor) -> None:

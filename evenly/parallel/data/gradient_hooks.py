@@ -28,7 +28,6 @@ class GradientHook:
         self._hooks[self._handle.id] = self._call
 
     def remove(self) -> None:
-        """For good."""
         self._handle.remove()
 
 
@@ -55,13 +54,11 @@ def check_dtype(name: str, dtype: torch.dtype, expected: torch.dtype) -> None:
 
 
 def taken(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient that autograd has left with `parameter`, which then has none."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None  # autograd calls hooks with it in place
     return gradient
 
 
 def taken_of_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The same of what may be this rank's part."""
     with without_subclasses():
         return taken(parameter)

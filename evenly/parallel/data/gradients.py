@@ -260,7 +260,6 @@ class GradientSum(Gradients):
         self._send_until(len(self.buckets))
 
     def _numbers(self) -> torch.Tensor:
-        """The caller's, in the last tail."""
         bucket, slots = self._tails[-1]
         return bucket.tail[len(slots) + self._exact :]
 

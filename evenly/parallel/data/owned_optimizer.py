@@ -81,7 +81,6 @@ class RowExchange:
 
 
 def _by_dtype(tensors: Tensors) -> list[list[str]]:
-    """The names of those of each dtype, which travel together."""
     found: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         found.setdefault(tensor.dtype, []).append(name)

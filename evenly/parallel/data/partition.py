@@ -364,7 +364,6 @@ class PartitionedGradients(Gradients):
         return exact_norm(self._counted(), self._group)
 
     def _counted(self) -> Iterable[torch.Tensor]:
-        """The gradients that this rank counts in the norm."""
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
         return (*(bucket.gradients for bucket in self.buckets), *scalars)
 
@@ -473,7 +472,6 @@ class PartitionedGradients(Gradients):
 
 
 def _parts(named: Iterable[tuple[str, nn.Parameter]], group: Group) -> list[RowRange]:
-    """The parts of a bucket, laid out consecutively."""
     parts: list[RowRange] = []
     offset = 0
     for name, parameter in named:

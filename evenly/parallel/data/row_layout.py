@@ -31,7 +31,6 @@ class RowLayout:
 
     @cached_property
     def length(self) -> int:
-        """The elements of a piece."""
         return self.piece_rows * torch.Size(self.row_shape).numel()
 
     @cached_property
@@ -39,11 +38,9 @@ class RowLayout:
         return (self.piece_rows, *self.row_shape)
 
     def is_even(self, ranks: int) -> bool:
-        """Whether the pieces of all ranks have equally many rows."""
         return self.rows == ranks * self.piece_rows
 
     def own(self, position: int) -> slice:
-        """The rows of the piece at `position`."""
         return slice(min(position * self.piece_rows, self.rows), min((position + 1) * self.piece_rows, self.rows))
 
     def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
@@ -139,7 +136,6 @@ class RowPacker:
 
     @cached_property
     def _own(self) -> list[list[torch.Tensor]]:
-        """This rank's rows of all matrices."""
         return [[one[self._position] for one in matrices.tensors] for matrices in self._matrices]
 
 

@@ -44,9 +44,7 @@ class Shards(Protocol):
         """Its shape."""
         ...
 
-    def local_part(self, name: str, full: T) -> T:
-        """What is sharded of it."""
-        ...
+    def local_part(self, name: str, full: T) -> T: ...
 
 
 SAME = """

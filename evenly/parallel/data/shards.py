@@ -65,7 +65,6 @@ ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square ti
 
 
 def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
-    """The blocks that are units, and whether each stays gathered until the backward."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -332,13 +331,10 @@ class ShardedGradients(Gradients):
         self._hooked.clear()
 
     def _reduced(self) -> dict[str, torch.Tensor]:
-        """By name, the shards of gradients that `fully_shard` has reduced so far."""
         return {name: local(p.grad) for name, p in self._named if p.grad is not None and name not in self.dropped}
 
     # ------------------------------------------------------------------------------- which parameters are used
     def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[..., None]:
-        """A pre-forward hook that adds hooks to the gathered parameters of a unit, to note which get a gradient."""
-
         def watch(*_: Any) -> None:
             if not self._gathers_at_once:
                 self.unit_order = (self.unit_order * 31 + number + 1) % ORDER_PRIME
@@ -405,7 +401,6 @@ def _check_can_shard(model: nn.Module, *, scalars: bool, ranks: int) -> None:
 
 
 def _reduces_unused() -> bool:
-    """Whether this torch can reduce zeros for parameters that a rank did not use: from 2.13 on."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -473,7 +468,6 @@ def _check_dtypes(model: nn.Module, units: Sequence[Block]) -> None:
 
 
 def _own_rows(named: Iterable[tuple[str, nn.Parameter]], shards: Group) -> list[OwnedRows]:
-    """What the rank at its position in `shards` has of each parameter that is cut."""
     return [
         OwnedRows(name, p, p, RowLayout.of(p.shape, shards.size).own(shards.position))
         for name, p in named

@@ -37,7 +37,6 @@ def squared_together(lengths: Iterable[int]) -> list[list[int]]:
 
 
 def _squares(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The sums of the squares of all elements of `tensors`: on GPUs of all that are on one, else chunk by chunk."""
     for device in dict.fromkeys(one.device for one in tensors if one.is_cuda):
         there = [one for one in tensors if one.device == device]
         # In float64 without a copy of any of them in it.

@@ -149,7 +149,6 @@ class _Graph:
                 self.parents[following].append(node)
 
     def ancestors(self, nodes: Iterable[Any]) -> set[Any]:
-        """All nodes between the roots and any of `nodes`, both included."""
         found: set[Any] = set()
         stack = [node for node in nodes if node in self.parents]
         while stack:
@@ -160,7 +159,6 @@ class _Graph:
         return found
 
     def branch_nodes(self, leaf: Any, input_path: set[Any]) -> set[Any]:
-        """The nearest ancestors of `leaf` that are on the input path or roots."""
         found: set[Any] = set()
         seen: set[Any] = set()
         stack = [leaf]
@@ -179,7 +177,6 @@ class _Graph:
 
 
 def _groups(graph: _Graph, input_path: set[Any], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """The parameters in the graph, in groups that share no branch node."""
     groups: list[_Group] = []
     group_of: dict[Hashable, _Group] = {}
     for parameter in parameters:
@@ -226,7 +223,6 @@ def _finish(
 
 
 def _leaf(tensor: torch.Tensor) -> Any:
-    """The AccumulateGrad node of a leaf."""
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 

@@ -74,7 +74,6 @@ def examples(
 
 
 def remotes_are_examples() -> bool:
-    """Whether remote tensors compute as examples now."""
     return bool(_rules) and _rules[-1].remotes
 
 

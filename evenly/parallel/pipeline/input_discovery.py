@@ -58,7 +58,6 @@ class InputDiscovery(StageRun):
         return example_of(tensor.fake) if self._examples else tensor.fake.clone()  # no leaf: may be overwritten
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
-        """As in `StageRun`, with the stage's own parameters as fake tensors."""
         found = super().view_of(module, name, stage_tensor)
         if found is not None:
             return found
@@ -78,11 +77,9 @@ class InputDiscovery(StageRun):
         return kept
 
     def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
-        """The site of `target` as a need."""
         return self._made.need(target, super().refuses_write(target, function))
 
     def note_write(self, target: RemoteTensor) -> None:
-        """A view that is received is one no longer."""
         self._overwritten.add(id(target.root))
         self._check_family(target)
 
@@ -130,7 +127,6 @@ class InputDiscovery(StageRun):
         return self.random.note()
 
     def call(self, call: BlockCall) -> Any:
-        """As in `StageRun`, but ends without sending."""
         self.random.at_block(between=False)
         result = self._called(call)
         self.random.at_block(between=True)
@@ -149,7 +145,6 @@ class InputDiscovery(StageRun):
         return super().call(call)
 
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
-        """The block's code without what a plan has put around it."""
         module = call.block.module
         result = run_with_hooks(module, own_forward(module), args, kwargs)
         call.skip()

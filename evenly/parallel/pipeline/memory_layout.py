@@ -16,7 +16,6 @@ from evenly.comm.transport import is_plain
 
 
 def packed_size(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many numbers `packed` returns for a tensor of that layout."""
     return math.prod(_unexpanded(shape, strides))
 
 

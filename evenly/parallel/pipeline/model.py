@@ -147,7 +147,6 @@ class StageRun:
         return place is not None and (self._draws or place[1] == "inside")
 
     def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
-        """Of what a stage needs for that nothing is left to be found."""
         return write_refusal(function)
 
     def note_write(self, target: RemoteTensor) -> None:
@@ -235,7 +234,6 @@ class StageRun:
             tensor.fill(value)
 
     def _run(self, call: BlockCall, now: CallId) -> Any:
-        """Every line of it is felt by a small step."""
         args, kwargs = call.args, call.kwargs
         fills = bool(self.stage or self._remote) and has_tensor(RemoteTensor, (args, kwargs))
         if fills:
@@ -273,7 +271,6 @@ class StageRun:
         self._sites.move(now, "between")
 
     def _payload(self, call: BlockCall | None) -> Payload:
-        """The inputs of the next stage."""
         arguments = () if call is None else tensors_by_path((call.args, call.kwargs))
         here = {TensorSite(None, "in", path): tensor for path, tensor in arguments}
         found = [here.get(site, self._tensors.get(site)) for site in self._stage_inputs[self.stage + 1]]
@@ -363,11 +360,9 @@ class StagedModel:
             stage_tensor.fake = fake_like(stage_tensor.fake, device)
 
     def local_tensors(self) -> Iterable[tuple[torch.Tensor, StageTensor]]:
-        """The model's own parameters and buffers that views stand in for."""
         return ((views[name], stage_tensor) for views, name, stage_tensor in self._places)
 
     def local_types(self) -> dict[str, torch.dtype]:
-        """The types of the parameters and buffers of stages, by name."""
         return {one.name: tensor.dtype for tensor, one in self.local_tensors()}
 
     def own_views(self, stage: int) -> list[ViewedParameters]:
@@ -379,7 +374,6 @@ class StagedModel:
         return self._own_views[stage]
 
     def names_in(self, module: nn.Module) -> set[str]:
-        """The names of the stage tensors of `module` and its children."""
         return {name for inside in dicts_in(module) for name in self._names.get(inside, ())}
 
     def keep_stages(self, stage_plan: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -465,7 +459,6 @@ class StagedModel:
         return None, result
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that `stage` owns."""
         owners = self.stage_plan.owners
         local = [views.local(name) for views, name, one in self._places if stage in owners[one.name]]
         return [*{id(one): one for one in local if isinstance(one, nn.Parameter)}.values()]

@@ -72,7 +72,6 @@ def acknowledgements(
 
 
 def _other_end(action: Action) -> Action | None:
-    """The receive that belongs to a send, or the other way round."""
     for send, receive, step in MESSAGES.values():
         if action.kind == send:
             return Action(receive, action.stage + step, action.microbatch)
@@ -121,7 +120,6 @@ def _message_after(action: Action, rank_of: Sequence[int]) -> tuple[Action, Acti
 
 
 def _receive_before(action: Action, rank_of: Sequence[int]) -> tuple[Action | None, int]:
-    """The receive that `action` needs, and the sending rank, if there are any."""
     if action.kind not in MESSAGES:
         return None, 0
     _, receive, step = MESSAGES[action.kind]

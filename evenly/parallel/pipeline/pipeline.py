@@ -79,7 +79,6 @@ class Pipeline:
 
     @property
     def share(self) -> float:
-        """The share of the parameters' elements that not all ranks hold."""
         elements = dict(zip(self.names, (one.numel() for one in self.parameters()), strict=True))
         everywhere = sum(elements[name] for name in self.ties.everywhere)
         return 1 - everywhere / sum(elements.values())

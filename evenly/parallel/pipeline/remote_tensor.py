@@ -116,12 +116,10 @@ class RemoteTensor(DeferredTensor):
 
     @property
     def root(self) -> RemoteTensor:
-        """What it is a view of, or itself."""
         return vars(self).get("root", self)
 
     @property
     def owner(self) -> TensorOwner:
-        """The run that made it."""
         return vars(self)["owner"]
 
     @property
@@ -134,7 +132,6 @@ class RemoteTensor(DeferredTensor):
 
     @property
     def arrived(self) -> bool:
-        """Whether it has data by now."""
         return self.value is not None
 
     def fill(self, value: torch.Tensor) -> None:
@@ -160,7 +157,6 @@ def fake_like(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 
 def is_remote(tensor: Any) -> bool:
-    """Whether `tensor` is remote and not filled."""
     return isinstance(tensor, RemoteTensor) and tensor.value is None
 
 
@@ -261,7 +257,6 @@ def _run_remote(
 
 
 def _viewed(results: Any, tensors: list[torch.Tensor]) -> int | None:
-    """Which of `tensors` the results of a function are views of, if of any."""
     result = next(tensors_in(results), None)
     if result is None or not has_memory(result):
         return None
@@ -273,7 +268,6 @@ def _viewed(results: Any, tensors: list[torch.Tensor]) -> int | None:
 def _run_fake_in_place(
     func: Any, args: Any, kwargs: dict[str, Any], target: Any, owner: TensorOwner
 ) -> tuple[Any, bool]:
-    """As `_run_watched`, for a function that modifies `target`: cached fakes are leaves, which autograd protects."""
     if owner.function_context is not None:
         return _run_watched(func, args, kwargs, owner)
     others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not target]
@@ -286,7 +280,6 @@ def _run_fake_in_place(
 
 
 def _shaped_by_others(tensors: list[torch.Tensor], remotes: list[RemoteTensor]) -> bool:
-    """Whether a function, which needs numbers, can need but those of masks, indices and lengths that are here."""
     here = {id(one) for one in remotes}
     others = [one for one in tensors if id(one) not in here and not one.is_floating_point()]
     return (
@@ -323,7 +316,6 @@ class DrawWatch(TorchDispatchMode):
 
 
 def _run_watched(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) -> tuple[Any, bool]:
-    """The results of `func` on fake tensors, and whether it draws random numbers."""
     args, kwargs = map_tensors(fake_of, args), map_tensors(fake_of, kwargs)
     context = owner.function_context or nullcontext()
     with shared_fake_mode(), DrawWatch() as watch, context:

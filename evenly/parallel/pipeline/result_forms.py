@@ -46,7 +46,6 @@ class TensorMeta:
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> TensorMeta:
-        """The metadata that `encode` turned into `numbers`."""
         dims, dtype, requires_grad, *sizes = numbers
         shape, strides = sizes[: max(dims, 0)], sizes[MAX_DIMS : MAX_DIMS + max(dims, 0)]
         return cls(None if dims < 0 else tuple(shape), tuple(strides), DTYPES[dtype], bool(requires_grad))
@@ -85,7 +84,6 @@ def encoded_forms(forms: ResultForms) -> list[int]:
 
 
 def decoded_forms(numbers: Sequence[int]) -> ResultForms:
-    """The forms that `encoded_forms` turned into numbers."""
     return [*_decoded(numbers)]
 
 

@@ -206,7 +206,6 @@ class ScheduleRunner:
             self._reset()
 
     def _stage_plan_of(self, microbatch: int) -> StagePlan:
-        """The stage plan of a microbatch: every rank finds out by itself which path it takes."""
         training, first = self._training, self._model.stage_plan
         if training not in first.paths_differ or self._stopped_by is not None:
             return first

@@ -240,7 +240,6 @@ def path_of(model: StagedModel, compute: Callable[[], Any], *, training: bool = 
 
 
 def stage_plan_for(model: StagedModel, compute: Callable[[], Any], *, training: bool) -> StagePlan:
-    """The model's stage plan for a microbatch, by the path that it takes."""
     before = model.stage_plan
     calls, uses = path_of(model, compute, training=training)
     key = before.phase, training, calls, uses
@@ -344,7 +343,6 @@ class _CallDiscovery:
         """Nothing to note."""
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
-        """One remote tensor, or example, for each parameter."""
         if stage_tensor.name not in self._remote:
             new = example_weight(stage_tensor.fake) if self._examples else remote(stage_tensor.fake, self)
             self._remote[stage_tensor.name] = new
@@ -369,7 +367,6 @@ class _CallDiscovery:
         self._sites.begin()
 
     def note_results(self, function: str, results: Any, *, new: bool) -> Any:
-        """As in `StageRun`."""
         for site, tensor in self._sites.add(function, results):
             if new and site in self._model.needs.written:
                 return remote(fake_like(tensor, self._model.device), self)
@@ -378,7 +375,6 @@ class _CallDiscovery:
         return results
 
     def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
-        """The site of `target` as a need."""
         return self._made.need(target, write_refusal(function))
 
     def note_write(self, target: RemoteTensor) -> None:
@@ -420,7 +416,6 @@ class _CallDiscovery:
 
     @property
     def by_chance(self) -> bool:
-        """Whether what is drawn between blocks may decide which are called."""
         return self.random.by_chance or self._past_torch
 
 

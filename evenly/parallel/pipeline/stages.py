@@ -93,12 +93,10 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.counts)
 
     @property
     def cut(self) -> str:
-        """The plan's `split_points`: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
     def records_results(self, *, training: bool) -> bool:
@@ -109,7 +107,6 @@ class StagePlan:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that several stages own."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
 
@@ -139,7 +136,6 @@ class FoundCalls:
 
     @property
     def differ(self) -> bool:
-        """Whether microbatches may call other blocks than each other."""
         return self.by_chance or len({*self.paths.values()}) > 1
 
     def owners(self, stage_of: Mapping[CallId, int]) -> dict[str, set[int]]:

@@ -27,17 +27,14 @@ class Ties:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tensors that several ranks hold."""
         return [*self._owners]
 
     @property
     def everywhere(self) -> list[str]:
-        """The names of those that all ranks hold."""
         return [name for name, ranks in self._owners.items() if len(ranks) == self._group.size]
 
     @property
     def counted_elsewhere(self) -> set[str]:
-        """The names of those that this rank and an earlier one hold."""
         mine = self._group.position
         return {name for name, ranks in self._owners.items() if mine in ranks[1:]}
 
@@ -47,7 +44,6 @@ class Ties:
         return [float(name in found) for name in self._owners]
 
     def used(self, flags: Iterable[float]) -> set[str]:
-        """The parameters that any rank used, from the sum of all ranks' `flags`."""
         return {name for name, flag in zip(self._owners, flags, strict=True) if flag > 0}
 
     @torch.no_grad()

@@ -155,7 +155,6 @@ class Axis:
         return self.split(own.flatten(layout.dim, layout.dim + 1), layout)
 
     def part(self, tensor: torch.Tensor, layout: Layout) -> SplitTensor:
-        """This rank's part of a whole tensor."""
         dim = layout.dim
         if tensor.requires_grad and torch.is_grad_enabled():
             opened = opened_at(tensor, dim, layout.outer, layout.units * layout.inner)
@@ -165,7 +164,6 @@ class Axis:
         return self.split(own, layout)
 
     def gather_full(self, tensor: SplitTensor) -> torch.Tensor:
-        """The whole of a split tensor."""
         layout = tensor.split_as
         if self.wholes and (whole := self.wholes.of(tensor, tensor)) is not None:
             return whole
@@ -440,7 +438,6 @@ _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # others are fake, say
 
 
 def is_split(value: object) -> TypeGuard[SplitTensor]:
-    """Whether `value` is a part of a larger tensor."""
     return isinstance(value, SplitTensor)
 
 

@@ -157,7 +157,6 @@ def _fill(whole: T, part: T, layout: Layout, axis: Axis) -> None:
 def group_norm(
     func: Any, input: T, num_groups: int, weight: T | None = None, bias: T | None = None, eps: float = 1e-5
 ) -> Any:
-    """Each rank its groups of channels."""
     if not is_split(input) or input.split_as.dim != 1:
         return NotImplemented
     axis, layout = input.axis, input.split_as

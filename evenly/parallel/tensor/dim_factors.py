@@ -24,7 +24,6 @@ class DimFactors:
         self._barred: list[str] = []  # why; empty: not
 
     def new(self, size: int, forbidden: str = "") -> Dim:
-        """A dim of `size` that is one new factor."""
         if size <= 1:
             return ()
         self.size.append(size)
@@ -33,7 +32,6 @@ class DimFactors:
         return (len(self.size) - 1,)
 
     def now(self, dim: Iterable[int]) -> Dim:
-        """The factors that `dim` consists of by now."""
         became, found = self._became, list[int]()
         for factor in dim:
             if became[factor]:
@@ -52,7 +50,6 @@ class DimFactors:
                 became[waiting.pop()] = tuple(part for one in own for part in became[one] or (one,))
 
     def length(self, dim: Iterable[int]) -> int:
-        """The product of the factors' sizes."""
         product = 1
         for factor in dim:
             product *= self.size[factor]

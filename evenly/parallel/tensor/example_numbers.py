@@ -30,7 +30,6 @@ class ExampleNumbers:
         self._known: dict[int, torch.Tensor] = {}
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """From now on `fake` has the numbers of `real`, if that has any."""
         if real.device.type == "cpu" and type(real) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self._known[id(fake)] = real.detach().clone()
 

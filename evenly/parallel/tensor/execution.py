@@ -129,7 +129,6 @@ def _aligned(values: Sequence[Any]) -> tuple[list[Any], Layout, Axis] | None:
 
 
 def from_end(tensor: SplitTensor) -> Layout:
-    """Its layout, the dim counted from the end."""
     layout = tensor.split_as
     return layout.at(layout.dim - tensor.dim())
 
@@ -266,7 +265,6 @@ def stack(_: Any, tensors: Sequence[T], dim: int = 0, *, out: Any = None) -> Any
 
 
 def glu(_: Any, tensor: SplitTensor, dim: int = -1) -> Any:
-    """One half times the sigmoid of the other."""
     halves = CHUNK(None, tensor, 2, dim)
     return (
         NotImplemented

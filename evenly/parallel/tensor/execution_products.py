@@ -253,7 +253,6 @@ def attention(
 
 
 def _grouped_part(tensor: T, layout: Layout, groups: int, axis: Axis) -> T | None:
-    """The heads of `tensor` that this rank's queries share, if it has all queries of each."""
     if layout.inner % groups or layout.dim != -3:
         return None
     shared = Layout.of(-3, layout.outer, layout.units, layout.inner // groups, layout.ranks)
@@ -270,7 +269,6 @@ def _repeat(tensor: T, times: int) -> T:
 def _attention_with_dropout(
     query: SplitTensor, key: T, value: T, mask: T | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> T:
-    """As torch computes it where dropout is on (on the CPU), with this rank's part of the noise."""
     length, width = key.shape[-2], query.shape[-1]
     weights = query @ key.transpose(-2, -1) * (width**-0.5 if scale is None else scale)
     if is_causal:
@@ -288,7 +286,6 @@ def _rows_of_probabilities(weights: T) -> T:
 
 
 def attention_module(_: Any, *args: Any, **kwargs: Any) -> Any:
-    """By the rules of the calls that it is made of."""
     with with_torch_function():
         return multi_head_attention(*args, **kwargs)
 

@@ -107,11 +107,9 @@ class Graph:
         self.multiplied[self._at] = self.multiplied.get(self._at, 1) * times
 
     def is_consumed(self, index: int) -> bool:
-        """Whether any call takes the value."""
         return index in self._taken
 
     def is_weight(self, ref: Ref) -> bool:
-        """Whether the value is computed of parameters, and of nothing in the batch."""
         return ref.index in self._from_parameters and ref.index not in self._from_batch
 
     # ---------------------------------------------------------------------------------------------------- applying
@@ -156,7 +154,6 @@ class Graph:
 
 
 def tensor(call: TracedCall, position: int, *names: str) -> Ref:
-    """The tensor argument at `position` or under one of `names`."""
     value = argument(call, position, *names)
     if not isinstance(value, Ref):
         raise NoRule
@@ -164,14 +161,12 @@ def tensor(call: TracedCall, position: int, *names: str) -> Ref:
 
 
 def argument(call: TracedCall, position: int, *names: str, default: Any = None) -> Any:
-    """The argument at `position` or under one of `names`."""
     if position < len(call.arguments):
         return call.arguments[position]
     return next((call.keywords[name] for name in names if name in call.keywords), default)
 
 
 def input_of(call: TracedCall) -> Ref:
-    """The first argument, a tensor, which for methods is `self`."""
     return tensor(call, 0, "input", "self")
 
 

@@ -113,7 +113,6 @@ def propagate(graph: Graph, call: TracedCall) -> None:
 
 
 def _asks_a_tensor(item: Item) -> bool:
-    """Whether an end of a slice is a tensor."""
     return item.kind == "slice" and any(
         isinstance(end, Ref) for end in (item.value.start, item.value.stop, item.value.step)
     )
@@ -127,7 +126,6 @@ def _item(value: Any, shape: Sequence[int], dtype: torch.dtype) -> Item | None:
 
 
 def execute(func: Any, tensor: T, index: Any) -> Any:
-    """Of this rank's part, where the split dim is left whole."""
     if not is_split(tensor):
         return NotImplemented
     axis, layout = tensor.axis, tensor.split_as

@@ -43,22 +43,18 @@ class Layout(_Numbers):
 
     @staticmethod
     def deals(units: int, ranks: int) -> bool:
-        """Whether each of `ranks` gets a unit."""
         return units > (ranks - 1) * -(-units // ranks)
 
     @cached_property
     def length(self) -> int:
-        """The length of the full dim."""
         return self.outer * self.units * self.inner
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """What each rank holds of one outer part."""
         each = -(-self.units // self.ranks)
         return tuple(min(each, self.units - rank * each) * self.inner for rank in range(self.ranks))
 
     def own_length(self, rank: int) -> int:
-        """What `rank` holds of the dim."""
         return self.outer * self.sizes[rank]
 
     def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -71,7 +67,6 @@ class Layout(_Numbers):
 
     @cached_property
     def _moved(self) -> dict[int, Self]:
-        """By dim what `at` has given, for this layout and all of those."""
         return {self.dim: self}
 
     def at(self, dim: int) -> Self:

@@ -96,7 +96,6 @@ class SplitModel:
             return self.axis.gather_full(part)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """The inverse of `full_view`."""
         layout = self.layouts.get(name)
         return full if layout is None else own_part(full, layout, self.axis.position)
 

@@ -37,7 +37,6 @@ def joined(graph: Graph, call: TracedCall, first: Dim | None, second: Dim) -> Di
 
 
 def pointwise(graph: Graph, call: TracedCall) -> None:
-    """All tensors element by element, broadcast."""
     refs = [*refs_in((call.arguments, call.keywords))]
     graph.give(call, aligned(graph, call, refs, graph.output_shape(call)))
 
@@ -48,7 +47,6 @@ def pointwise_unary(graph: Graph, call: TracedCall) -> None:
 
 
 def created(graph: Graph, call: TracedCall) -> None:
-    """A tensor of its own, even if asked of another."""
     for which in range(len(call.outputs)):
         graph.give(call, [graph.new(size) for size in graph.output_shape(call, which)], which)
 
@@ -237,7 +235,6 @@ def cat(graph: Graph, call: TracedCall) -> None:
 
 
 def stacked(graph: Graph, call: TracedCall) -> None:
-    """One behind the other along a new dim, which is forbidden."""
     place = counted(argument(call, 1, "dim", default=0), len(graph.output_shape(call)))
     parts = [[*graph.of(ref)] for ref in refs_in(argument(call, 0, "tensors"))]
     for part in parts:

@@ -56,7 +56,6 @@ Decide = Callable[..., Call | None]
 
 
 def decided(decide: Decide) -> Callable[..., Any]:
-    """The execution that `decide` says, given a `Part` and the numbers."""
     known: dict[Any, Call | None] = {}
 
     def execute(_: Any, tensor: SplitTensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +73,6 @@ def decided(decide: Decide) -> Callable[..., Any]:
 def _decide_anew(
     known: dict[Any, Call | None], decide: Decide, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    """The decision for these arguments, which is kept."""
     if any(True for _ in tensors_in((args, kwargs))):
         return None  # its numbers may be others the next time
     args = tuple(map(_hashable, args))
@@ -101,7 +99,6 @@ def _decision(decide: Decide, part: Part, args: tuple[Any, ...], kwargs: dict[st
 
 
 def replayed(call: Call, tensor: SplitTensor, axis: Axis) -> Any:
-    """What `call` makes of the part, its results marked as split."""
     layouts, result = call.layouts, call.function(tensor, *call.arguments)
     if isinstance(result, T):
         result = axis.split(result, layouts)  # pyright: ignore[reportArgumentType]

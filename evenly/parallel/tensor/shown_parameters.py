@@ -20,7 +20,6 @@ T = torch.Tensor
 
 
 def of_part(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What is the same for the part and for the whole."""
     return func(*args, **kwargs)
 
 
@@ -45,7 +44,6 @@ def set_gradient(_: Any, parameter: PartParameter, value: T | None) -> None:
 
 
 def _part_of(parameter: PartParameter, value: T) -> T:
-    """This rank's part of `value`, as a plain tensor."""
     layout = parameter.split_as
     if not (is_split(value) and value.split_as.full_shape(value.shape) == layout.full_shape(parameter.shape)):
         value = _checked(parameter, value)
@@ -66,7 +64,6 @@ def _checked(parameter: PartParameter, value: T) -> T:
 
 
 def foreach(func: Callable[..., Any], tensors: Sequence[T], *args: Any, **kwargs: Any) -> Any:
-    """A function of lists of tensors: that of one tensor, in turn."""
     name = FOREACH[func]
     if name == "norm":
         one: Any = torch.linalg.vector_norm

@@ -223,7 +223,6 @@ class _Following:
         )
 
     def _holds(self, index: int, *, strict: bool = True) -> bool:
-        """Whether the value has the run, once. `NotTogether` where it is there twice or in pieces, if `strict`."""
         dims = self.search.dims[index]
         whole = sum(len(_starts(dim, self.run)) for dim in dims)
         single = sum(factor in self.run for dim in dims for factor in dim)
@@ -258,7 +257,6 @@ class _Following:
         self.products += self.search.graph.multiplied.get(at, 0) * values[call.outputs[0]].elements
 
     def _ending(self, at: int) -> str:
-        """How the run ends in a call whose outputs do not have it."""
         for dim, kind in self.search.ended.get(at, []):
             if _starts(dim, self.run):
                 return kind
@@ -323,7 +321,6 @@ def select(derivation: Derivation, ranks: int, exclude: Sequence[str] = ()) -> S
 
 
 def _worth(group: SplitGroup) -> float:
-    """The elements that are split per byte moved."""
     moved = group.forward_bytes + group.backward_bytes
     return group.elements / moved if moved else inf
 
@@ -347,13 +344,11 @@ def _reason(group: SplitGroup, ranks: int, excluded: dict[str, str], splits: dic
 
 
 def _even(units: int, ranks: int) -> bool:
-    """Whether pieces of `units`, rounded up and the last one shorter, are near each other, and none is empty."""
     largest = -(-units // ranks)
     return ranks * largest <= LARGEST_SHARE * units and (ranks - 1) * largest < units
 
 
 def _excluded(derivation: Derivation, patterns: Iterable[str]) -> dict[str, str]:
-    """First name of each excluded parameter -> the pattern that matches it."""
     excluded: dict[str, str] = {}
     unknown: list[str] = []
     for pattern in patterns:

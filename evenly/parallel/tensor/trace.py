@@ -284,7 +284,6 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def module(self) -> str:
-        """The innermost module that runs."""
         return self.running[-1] if self.running else ""
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
@@ -330,7 +329,6 @@ def _matters(func: Any) -> bool:
 
 
 def _changed_by(call: TracedCall, args: Any, result: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned, or changed without a word."""
     outputs = [*tensors_in(result)]
     if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
         return [*tensors_in(args[:1])]
@@ -401,7 +399,6 @@ def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
 
 
 def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
-    """What the code did that needs the numbers of a tensor."""
     failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
     operation = operation_of(problem)
     if not operation:
