@@ -32,7 +32,6 @@ from evenly.torch_private import plain_name
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 ASKED = "load a checkpoint into this job"
 MOST_IN_OPTIONS = 1024  # elements of a tensor
-KNOWN_TENSORS = "keep dense tensors of the types that safetensors has"
 
 
 def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -86,9 +85,8 @@ def _named(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     """Return `value` with the names of its tensors in their place; the tensors are added to `tensors`."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in NAMES:
-            raise UserError(
-                f"save {prefix} of the optimizer", f"it is {value.dtype} of layout {value.layout}", KNOWN_TENSORS
-            )
+            found, do = f"it is {value.dtype} of layout {value.layout}", "keep dense tensors that safetensors has"
+            raise UserError(f"save {prefix} of the optimizer", found, do)
         name = prefix.removesuffix("/")
         while name in tensors:
             name += "_"

@@ -77,8 +77,7 @@ def build_optimizer(
         optimizer = call_job("optimizer", lambda: job.build_optimizer(named))
     expect_kind("optimizer", optimizer, torch.optim.Optimizer)
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        found, do = "it has no param_groups or no state", "give those of the optimizer that it wraps"
-        raise UserError(f"optimizer {type(optimizer).__name__}", found, do)
+        raise UserError(f"optimizer {type(optimizer).__name__}", "it has no param_groups or no state", "give it both")
     if plan.pipeline.active and not is_separable(optimizer):
         hooks = " with hooks or a step of its own" if is_changed(optimizer) else ""
         raise UserError(

@@ -1,8 +1,4 @@
-"""A trial of the job's optimizer before the first step, where its class is not known: on small parameters of its own.
-
-It steps, is saved as a checkpoint saves it, and goes on beside one that was loaded from that. Whatever its state does
-not hold, or a checkpoint cannot, shows there, and not after a day of training.
-"""
+"""A trial of an optimizer whose class is not known, on small parameters: it steps, is saved, and goes on as loaded."""
 
 from __future__ import annotations
 

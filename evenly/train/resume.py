@@ -89,8 +89,8 @@ def save(run: Run, store: CheckpointStore, score: float | None) -> None:
         store.finish()
         steps = store.steps()
         kept = f"step {steps[-1]} is saved in {run.out}: resume from there" if steps else "nothing was saved before"
-        asked = f"saving the state after step {run.steps_done}: {problem.asked}"
-        raise CheckpointError(asked, problem.found, f"{problem.do}; {kept}") from problem
+        problem.asked = f"saving the state after step {run.steps_done}: {problem.asked}"
+        raise CheckpointError(problem.asked, problem.found, f"{problem.do}; {kept}") from problem
 
 
 def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:

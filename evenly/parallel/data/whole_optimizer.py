@@ -1,9 +1,7 @@
 """An optimizer that every rank steps whole, over parameters of which each rank holds a part.
 
-For all optimizers of which is not known what they look at. The job builds its optimizer over full parameters of its
-own, as on one device; before an update they are filled with the gathered parameters and gradients, afterwards each rank
-keeps its part. All ranks compute the same: the numbers are those of one device, and the optimizer's state is whole on
-each rank, and in a checkpoint.
+For all optimizers of which is not known what they look at. The job builds its optimizer over full parameters, which are
+filled before an update; afterwards each rank keeps its part. State is whole on each rank and in a checkpoint.
 """
 
 from __future__ import annotations
