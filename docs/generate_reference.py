@@ -21,7 +21,8 @@ import typer
 from typer.models import ArgumentInfo
 
 from evenly.cli.main import app
-from evenly.job import EMA, SWA, Job, Loss, Phase
+from evenly.job import EMA, SWA, Job, Phase
+from evenly.loss import Loss, Sum
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import NAMED, Plan, PlanSpec
 from evenly.plan.axes import DataAxis, DeviceReplicas, PipelineAxis, TensorAxis
@@ -277,11 +278,12 @@ def entries(docstring: str) -> dict[str, str]:
 
 def _job_page() -> str:
     text = "# Job\n\nA job file defines `job(**settings) -> evenly.Job`; `--set KEY=VALUE` passes settings.\n"
-    for kind in (Job, Loss, Phase, EMA, SWA):
-        meanings = explained(kind)
+    for kind in (Job, Loss, Sum, Phase, EMA, SWA):
+        meanings = explained(Loss if kind is Sum else kind)
         rows = [
             (_code(one.name), _code(str(one.type)), _default(one), _first_upper(meanings[one.name]))
             for one in fields(kind)
+            if one.init
         ]
         first = _first_sentence(getdoc(kind) or "")
         text += f"\n## evenly.{kind.__name__}\n\n{first}\n\n{_table(('field', 'type', 'default', 'meaning'), rows)}\n"
