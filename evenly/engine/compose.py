@@ -191,6 +191,7 @@ class Composed:
 
         `train()` and `eval()` of the job's modules find whole parameters, and what they change of them stays.
         """
+        self.gradients.reshard()  # a block that the job has called may be gathered still
         before = memory_of(self.model)
         with ExitStack() as modes:
             with self.showing(True):

@@ -17,6 +17,7 @@ import torch
 from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
 from evenly.data.alone import looking
+from evenly.data.generators import undisturbed, undisturbed_past_torch
 from evenly.errors import EvenlyError, JobWarning, PlanError, describe
 from evenly.job import HOOKS, Job, Precision, hooks_of
 from evenly.jobfile import Loop, loop_of
@@ -73,8 +74,13 @@ def write_references(
     place = find_here()
     kind, draw = runs[place.rank]
     device = find_device(replace(place, local_rank=0, local_size=1))  # a GPU draws other numbers than the CPU
+
+    def load() -> Job:
+        with undisturbed(), undisturbed_past_torch():  # every load finds the generators as a rank does
+            return with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
+
     try:
-        job = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
+        job = load()
     except PlanError as problem:
         return problem
     said: list[str] = []
@@ -82,9 +88,6 @@ def write_references(
         say_shortened(folder, shortened_in_words(shortened(job, steps)))
 
     def train() -> str:
-        def load() -> Job:
-            return with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
-
         def keep() -> None:
             again, loop = _job_of(folder, load, path)
             to = trajectory_folder(folder, kind, draw)
@@ -109,7 +112,7 @@ def _train_as_can_be(train: Callable[[], None], folder: Path, dtype: Precision) 
     while True:
         casts = lifted_casts(folder, dtype)
         try:
-            with casts or nullcontext():
+            with casts or nullcontext(), undisturbed(), undisturbed_past_torch():
                 train()
             if casts is not None and casts.count:
                 yield "float32 casts of the job are computed in float64 (--keep-casts: as they are)"

@@ -87,7 +87,8 @@ def test_commands_and_options_exist(page: Path) -> None:
             rest, _, further = re.sub(r"\s#\s.*", "", rest).partition(" -- ")
             allowed = known.get(name, {one for each in known.values() for one in each})
             strange += [f"line {number}: {name} {one}" for one in OPTION.findall(rest) if one not in allowed]
-            strange += [f"line {number}: {one}" for one in OPTION.findall(further) if one not in known["run"]]
+            if name != "run":  # whose job has arguments of its own there
+                strange += [f"line {number}: {one}" for one in OPTION.findall(further) if one not in known["run"]]
     assert strange == []
 
 

@@ -636,7 +636,7 @@ def compare(name: str, plans: str, job: str, dtype: str, kind: Disturbance, fold
         if name:
             CASES[name].fault(patch)
             for look in ("check_job", "check_update"):  # which find some of them first
-                patch.setattr(f"evenly.train.run.{look}", lambda *_: [])
+                patch.setattr(f"evenly.train.run.{look}", lambda *_, **__: [])
         segments = plans.split(">")
         for number, plan in enumerate(segments):
             first, last = number, STEPS if number == len(segments) - 1 else number + 1
