@@ -279,15 +279,15 @@ def compare_steps(
                 return
             comparison.add_loss(report.step, report.loss, scalars.losses[report.step - 1])
             comparison.add_grad_norm(report.step, report.grad_norm, scalars.grad_norms[report.step - 1])
-            evaluation: dict[str, dict[str, float]] = {}
-            if loop is None and evaluates(job, report.step, steps):
-                found = run.evaluate()
-                comparison.add_evaluation(report.step, found.loss, scalars.eval_losses[report.step])
-                evaluation = {name: {"loss": one.loss, **one.metrics} for name, one in found.by_name.items()}
+            found = run.evaluate() if loop is None and evaluates(job, report.step, steps) else None
             if loop is None and saves(job, report.step):
                 run.save()
             tensors = _compare_state(run, comparison, expected)
             _compare_bits(run, comparison, tensors, single)
+            evaluation: dict[str, dict[str, float]] = {}
+            if found is not None:  # after the state, which it follows from
+                comparison.add_evaluation(report.step, found.loss, scalars.eval_losses[report.step])
+                evaluation = {name: {"loss": one.loss, **one.metrics} for name, one in found.by_name.items()}
             figures = named_figures(report.metrics, evaluation)
             comparison.add_figures(report.step, figures, scalars.figures[report.step - 1])
             _compare_groups(run, comparison, scalars)
