@@ -101,10 +101,10 @@ class _DataReplay:
         if self.plan.offload in (None, "none"):
             elements = {name: math.prod(shape) for name, shape in self.stepped.items()}
             temporary = costs.temporary_bytes(elements)
-            if self.steps_wholes:  # whole gradients, and parameters that are sharded; what is sent and what comes
+            if self.steps_wholes:  # whole gradients, and parameters that are cut; what is dealt is packed, too
                 whole = itemsize * sum(elements.values())
-                apart = self.plan.data.zero_stage == 3
-                temporary = max((2 + apart) * whole, (1 + apart) * whole + temporary)
+                cut = self.plan.data.zero_stage == 3 or self.plan.tensor.active
+                temporary = (1 + cut) * whole + max(self.deals * whole, temporary)
             meter.for_a_while("temporaries", temporary)
         sums.all_gather_parameters()
 
@@ -182,20 +182,23 @@ class _DataReplay:
 
     @property
     def steps_wholes(self) -> bool:
-        """Whether a parameter that zero cuts is whole at the ranks that step it."""
-        costs = self.profiler.optimizer_costs(self.plan)
-        return not costs.elementwise and self.plan.data.zero_stage > 0 and not self.plan.tensor.active
+        """Whether a parameter that is cut is whole at the ranks that step it."""
+        cut = self.plan.data.zero_stage > 0 or self.plan.tensor.active
+        return cut and not self.profiler.optimizer_costs(self.plan).elementwise
+
+    @property
+    def deals(self) -> bool:
+        return self.profiler.optimizer_costs(self.plan).dealt and not self.plan.tensor.active
 
     @cached_property
     def stepped(self) -> Mapping[str, Sequence[int]]:
         """Shapes of what this rank steps."""
         if not self.steps_wholes:
             return self.pieces
-        if not self.profiler.optimizer_costs(self.plan).dealt:  # nothing is known of it: every rank steps all
-            return {one.names[0]: one.shape for one in self.parameters}
-        owners = deal_out({one.names[0]: one.bytes * one.trained for one in self.parameters if one.shape}, self.shard)
-        own = self.rank % self.shard
-        return {n: one.shape for one in self.parameters if owners.get(n := one.names[0], own) == own}
+        sizes = {one.names[0]: one.bytes * one.trained for one in self.parameters if one.shape and self.deals}
+        owners, own = deal_out(sizes, self.shard), self.rank % self.shard  # what has no owner, every rank steps
+        model, names = self.profiler.model(self.plan.precision), [one.names[0] for one in self.parameters]
+        return {name: tuple(model.get_parameter(name).shape) for name in names if owners.get(name, own) == own}
 
     @cached_property
     def pieces(self) -> Mapping[str, Sequence[int]]:

@@ -103,11 +103,18 @@ class Trusting(torch.optim.SGD):
         return super().step(closure)
 
 
-def trusting_job() -> evenly.Job:
+def whole_job() -> evenly.Job:
+    """An optimizer that every rank steps whole, in steps of few activations, so that the update is the peak."""
+
     def make(named_parameters: Any) -> torch.optim.Optimizer:
         return Trusting(named_parameters, lr=1e-3, momentum=0.9, foreach=False)
 
-    return replace(small_job(), optimizer=make)
+    return replace(small_job(), optimizer=make, data=[torch.full((3,), n % VOCABULARY) for n in range(64)])
+
+
+def dealt_job() -> evenly.Job:
+    """An optimizer whose parameters are dealt whole to the ranks."""
+    return replace(whole_job(), optimizer=lambda parameters: torch.optim.Rprop(parameters, lr=1e-3))
 
 
 def averaging_job() -> evenly.Job:
@@ -221,11 +228,13 @@ def test_an_average_is_predicted_as_it_is_counted(plan: str, ranks: Any) -> None
     assert min(predicted(plan, 2, averaging_job)) > 1.02 * min(predicted(plan, 2))
 
 
-def test_parameters_that_are_dealt_whole_are_counted(ranks: Any) -> None:
-    plans = {"zero1": 0.01, "zero3": 0.03}
-    found = zip(*ranks.run(peaks, [*plans], trusting_job), strict=True)
+@pytest.mark.full_but("whole_job")
+@pytest.mark.parametrize("job", [whole_job, dealt_job])
+def test_parameters_that_are_stepped_whole_are_counted(job: Callable[[], evenly.Job], ranks: Any) -> None:
+    plans = {"zero1": 0.01, "zero3": 0.03, "tp": 0.03}
+    found = zip(*ranks.run(peaks, [*plans], job), strict=True)
     for plan, (first, second) in zip(plans, found, strict=True):
-        assert predicted(plan, 2, trusting_job) == pytest.approx([*first, *second], rel=plans[plan]), plan
+        assert predicted(plan, 2, job) == pytest.approx([*first, *second], rel=plans[plan]), plan
 
 
 def peaks_of_devices(ranks: Any, plans: list[str]) -> list[list[int]]:
