@@ -153,7 +153,7 @@ def test_an_update_that_is_compiled_whole_goes_through_the_step_whose_memory_is_
     assert '"memory"' in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.full
+@pytest.mark.full_but("model-whole-tensor=2")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("how", ["whole", "breaks"])
 @pytest.mark.parametrize("where", ["update", "loss", "model", "in place", "part"])
