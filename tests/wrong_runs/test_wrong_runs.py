@@ -40,7 +40,6 @@ REFUSED: dict[str, set[str]] = {
     "retyped": SEVERAL,
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
-    "chosen blocks": {"pipeline=2"},
     "iterator": {"zero3"},
     "other weights": {"zero3", "pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
@@ -59,7 +58,7 @@ NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")
 NOT_TRIED |= {(f"counted {where}", plan) for where in COUNTS for plan in ("single", "zero1", "zero3", "tensor=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = (
-    *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
+    *("checkpoint of two", "saved queue", "codebook"),
     *("moving averages", "own buffers", "retyped", "counted and averaged"),
     *("norms noted", *(f"noise {where}" for where in NOISES)),
 )
@@ -79,7 +78,6 @@ def test_jobs_have_the_numbers_of_a_plain_loop_or_are_refused(plan: str, ranks: 
 
 @pytest.mark.full_but(
     "checkpoint of two-*",
-    "chosen blocks-*",
     "codebook-*",
     "noise by Python-*",
     "noise on parameters-*",
