@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import evenly
+from evenly.engine.build import build_model
+from evenly.engine.find_stages import stage_plan_of
 from evenly.errors import EvenlyError
+from evenly.parallel.pipeline.model import StagedModel
+from evenly.plan import parse_plan
 from evenly.verify.compare import judge
 from evenly.verify.ranks import compare_job, keep_reference
 
@@ -191,6 +196,54 @@ def compared(rate: float, plan: str, folder: Path) -> Any:
 def test_blocks_left_out_by_a_draw_keep_their_stage(rate: float, plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
     keep_reference(dropping(rate), 4, tmp_path / "reference")
     row = judge(plan, ranks.run(compared, rate, plan, tmp_path, size=ranks_of(plan)))
+    assert row.status == "equal", row.reason
+
+
+DRAWS = {  # of a block's input and of its number, what is added to the former; None leaves the block out
+    "noise": lambda x, _: torch.randn(x.shape[-1]).to(x),
+    "gathered": lambda x, _: torch.rand(9)[torch.randint(9, [1])].to(x),
+    "masked": lambda x, _: torch.ones(16).to(x).masked_fill(torch.rand(16) < 0.1, 0),
+    "compared": lambda x, _: x * 0 if torch.rand([]) < 0.8 else None,
+    "sized": lambda x, _: x * 0 if len((torch.rand(2) < 0.6).nonzero()) else None,
+    "selected": lambda x, _: x * 0 if len((one := torch.rand(2))[one < 0.6]) else None,
+    "contained": lambda x, number: x * 0 if number in torch.randperm(5)[:4] else None,
+    "listed": lambda x, number: x * 0 if number in torch.randperm(5)[:4].tolist() else None,
+}
+
+
+class Drawing(Drops):
+    def __init__(self, how: str) -> None:
+        super().__init__(0)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for number, block in enumerate(self.blocks):
+            if (more := DRAWS[self.how](x, number)) is not None:
+                x = x + block(x + more)
+        return self.out(x)[:, 0]
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_only_draws_that_may_leave_out_blocks_cost_memory(how: str) -> None:
+    job, plan = replace(dropping(0), model=lambda: Drawing(how)), parse_plan("pipeline=2").fit(2).complete("float64")
+    model = StagedModel(build_model(job, precision="float64", device=None), "cpu")
+    owners = stage_plan_of(job, model, plan, device="cpu")[0].owners
+    assert owners["inp.weight"] == ((0,) if how in ("noise", "gathered", "masked") else (0, 1))
+
+
+def drawn(how: str, plan: str, folder: Path) -> Any:
+    return compare_job(replace(dropping(0), model=lambda: Drawing(how)), plan, 4, folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", PLANS[:3])
+@pytest.mark.parametrize("how", DRAWS)
+def test_what_draws_between_blocks_decide_is_the_same_in_stages(
+    how: str, plan: str, tmp_path: Path, ranks: KeptRanks
+) -> None:
+    keep_reference(replace(dropping(0), model=lambda: Drawing(how)), 4, tmp_path / "reference")
+    row = judge(plan, ranks.run(drawn, how, plan, tmp_path, size=ranks_of(plan)))
     assert row.status == "equal", row.reason
 
 

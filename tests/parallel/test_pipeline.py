@@ -291,6 +291,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("packed", "data=2 pipeline=2", 4, 0.98),
         ("selecting", "pipeline=2 schedule=zbv", 2, 0.98),
         ("masked", "pipeline=2", 2, 0.98),
+        pytest.param("masked", "data=2 pipeline=2 zero=3", 4, 0.98, marks=pytest.mark.full),
         ("layerdrop", "pipeline=2 split_points=6", 2, 0.88),
         pytest.param("leaves", "pipeline=2", 2, 0.8, marks=pytest.mark.full),
         ("layerdrop", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),

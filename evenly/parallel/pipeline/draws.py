@@ -13,9 +13,8 @@ from evenly.parallel.pipeline.example_tensor import ExampleTensor
 from evenly.parallel.pipeline.remote_tensor import DrawWatch, draw_as
 from evenly.torch_private import is_fake
 
-READS = frozenset(
-    ["item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "equal", "allclose"]
-)
+NUMBERS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "equal", "allclose"}
+READS = NUMBERS | {"__dlpack__", "__repr__", "untyped_storage", "tensor_split"}
 
 
 class Draws(TorchFunctionMode):
@@ -24,14 +23,14 @@ class Draws(TorchFunctionMode):
     between:   whether the code is between two blocks; set by the run.
     remote:    whether tensors of other stages were drawn for since the last block.
     mixed:     whether numbers for other tensors came after such a draw.
-    by_chance: whether numbers were drawn that are not for tensors computed by the model, and may decide what it calls.
+    by_chance: whether numbers drawn, not for tensors computed by the model, may decide what it calls: some are read.
     reads:     whether the code asked for numbers of a tensor, which may decide too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.between, self.remote, self.mixed, self.by_chance = True, False, False, False
-        self.reads = self._noted = False
+        self.reads = self._noted = self._drawn = False
 
     def note(self) -> Literal[False]:
         """Called for a function of remote tensors that draws; False, since `Draws` draws itself."""
@@ -46,7 +45,7 @@ class Draws(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.between:
             return func(*args, **kwargs)
-        self.reads = self.reads or getattr(func, "__name__", "") in READS
+        self.reads |= (reads := getattr(func, "__name__", "") in READS)
         self._noted, state = False, torch.default_generator.get_state()
         with DrawWatch() as watch:
             results = func(*args, **kwargs)
@@ -57,5 +56,6 @@ class Draws(TorchFunctionMode):
             self.remote = self.remote or any(isinstance(tensor, DeferredTensor) for tensor in given)
         elif real:
             self.mixed = self.mixed or self.remote
-            self.by_chance = self.by_chance or not any(isinstance(tensor, ExampleTensor) for tensor in given)
+            self._drawn = self._drawn or not any(isinstance(tensor, ExampleTensor) for tensor in given)
+        self.by_chance = self.by_chance or (self._drawn and (reads or watch.reads))
         return results

@@ -41,6 +41,7 @@ METADATA_METHODS = frozenset(
 ) | frozenset(["is_floating_point", "is_complex", "is_signed", "is_contiguous"])
 METADATA_ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+OF_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class TensorOwner(Protocol):
@@ -306,12 +307,14 @@ def _run_shaped(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner
 
 
 class DrawWatch(TorchDispatchMode):
-    """Within, finds out whether an operation draws random numbers."""
+    """Within, finds out whether an operation draws random numbers, or hands Python numbers or a size that they give."""
 
-    draws = False
+    draws = reads = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        masks = func is not torch.ops.aten.index.Tensor or any(one is not None and one.itemsize == 1 for one in args[1])
+        self.reads = self.reads or (masks and not OF_NUMBERS.isdisjoint(func.tags))
         return func(*args, **(kwargs or {}))
 
 

@@ -189,9 +189,8 @@ def _with_stage_inputs(
         mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
         found = {**stage_plan.stage_inputs, training: tuple(inputs)}
         if len(run.inputs) > FORMS:
-            raise PlanError(
-                RUNNING_STAGE, f"stage {stage} has to receive {len(run.inputs)} tensors", f"use fewer, or {OTHER_PLAN}"
-            )
+            many = f"stage {stage} has to receive {len(run.inputs)} tensors"
+            raise PlanError(RUNNING_STAGE, many, f"use fewer, or {OTHER_PLAN}")
         vary = stage_plan.shapes_vary or run.shaped > 0
         stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed, shapes_vary=vary)
         stage_plan = replace(stage_plan, written=frozenset(model.needs.written), early=frozenset(model.needs.early))
@@ -291,12 +290,10 @@ def _run(
 
 
 def _refusal(problem: Exception) -> PlanError:
-    operation = operation_of(problem)
-    if not operation:
-        return PlanError(
-            RUNNING_STAGE, f"the model's code does not run on fake tensors: {describe(problem)}", OTHER_PLAN
-        )
-    return PlanError(RUNNING_STAGE, f"{operation} needs numbers that another stage has", OTHER_PLAN)
+    if operation := operation_of(problem):
+        return PlanError(RUNNING_STAGE, f"{operation} needs numbers that another stage has", OTHER_PLAN)
+    found = f"the model's code does not run on fake tensors: {describe(problem)}"
+    return PlanError(RUNNING_STAGE, found, OTHER_PLAN)
 
 
 class _CallDiscovery:
