@@ -356,7 +356,7 @@ def test_narrower_types_agree_up_to_rounding(precision: str, plan: str, tmp_path
     if row.status == "different":  # as `evenly verify`: one draw of rounding may miss what another processor rounds
         measure_again(job, STEPS, tmp_path, "sums")
         row = judge(plan, compare())
-    assert row.status == "equal", row.reason
+    assert row.status in ("equal", "rounding"), row.reason  # 16 bits may move a job further than shows anything
     assert row.bits_differ is None
 
 
