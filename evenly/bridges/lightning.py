@@ -50,7 +50,7 @@ def from_lightning(
     *,
     steps: int | None = None,
 ) -> Job:
-    """The job that `trainer.fit(module, data)` would train.
+    """Return the job that `trainer.fit(module, data)` would train.
 
     data:    a LightningDataModule, or a DataLoader for training; None: the module's own.
     trainer: its max_steps or max_epochs, accumulate_grad_batches, gradient_clip_val and precision count; and devices

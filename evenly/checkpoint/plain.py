@@ -22,14 +22,14 @@ KIND = "$"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a checkpoint, by its name there."""
+    """Reference to a tensor of a checkpoint by its name there."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A tensor among the options of an optimizer's group: its type, and its numbers in lists; on the CPU or not."""
+    """Tensor among the options of an optimizer's group: type, numbers as lists, and whether it lies on the CPU."""
 
     dtype: str
     items: Any

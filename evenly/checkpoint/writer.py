@@ -65,5 +65,5 @@ def _header(tensors: Mapping[str, tuple[Tensor, Sequence[int]]], order: Sequence
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
-    # Of one element the stride may be any.
+    # A tensor of one element may have any stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

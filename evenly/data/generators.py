@@ -140,7 +140,7 @@ def _put_back_past_torch(state: tuple[Any, Any]) -> None:
 
 
 class DrawnNumbers:
-    """What code draws from here on, of torch's generators of the CPU and of `devices`, of Python's and of numpy's.
+    """Random numbers that code draws from torch's generators of the CPU and of `devices`, from Python's and numpy's.
 
     Order: made before the code runs; `end` after it; `again` for each repetition.
     """

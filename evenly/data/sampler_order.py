@@ -46,7 +46,7 @@ def in_words(indices: list[Any]) -> str:
 
 
 class SamplerOrder:
-    """The batches of `sampler`, whose indices are the data set's affair, cut into batches of `size` unless `batched`.
+    """Batches of `sampler`, cut to `size` unless `batched`; its indices go to the data set as they are.
 
     Raises `UserError` for a number that is not in [0, `length`), for a batch of more than `size`, and where an epoch
     that is drawn again is another.

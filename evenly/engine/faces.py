@@ -12,21 +12,25 @@ from torch.optim import Optimizer
 FACES = ("train", "eval")
 
 
+def has_faces(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in FACES)
+
+
 def turn(optimizer: Optimizer, face: str) -> None:
     """Call `train` or `eval` of an optimizer that has both."""
-    if all(callable(getattr(optimizer, name, None)) for name in FACES):
+    if has_faces(optimizer):
         getattr(optimizer, face)()
 
 
 class Faces:
-    """The two faces of `optimizer`, if it has two; from now on whoever turns it turns all that the plan has cut.
+    """Training and evaluation weights of an optimizer that has both; to turn it turns all that the plan has cut.
 
     filled: a context within which the optimizer has its parameters whole.
     """
 
     def __init__(self, optimizer: Any, filled: Callable[[], AbstractContextManager[None]]) -> None:
         self._optimizer, self._filled, self._shown = optimizer, filled, ""
-        if all(callable(getattr(optimizer, name, None)) for name in FACES):
+        if has_faces(optimizer):
             self._turns = {name: getattr(optimizer, name) for name in FACES}
             vars(optimizer).update({name: partial(self._turn, name) for name in FACES})
 

@@ -89,7 +89,7 @@ def stage_plans_of(
 
 @dataclass(frozen=True)
 class _CutPhase:
-    """A phase of a job: its loss on the first microbatches, the calls of these, and how many of them each stage has."""
+    """Phase of a job: loss on the first microbatches, their block calls, and the number of calls of each stage."""
 
     codes: Sequence[Code]
     calls: FoundCalls
@@ -129,7 +129,7 @@ def _check_paths(found: FoundCalls, plan: Plan) -> None:
 
 
 def calls_of_job(job: Job, model: StagedModel, plan: Plan, device: str) -> FoundCalls:
-    """The block calls of the job's first microbatches on a device of this type; runs on fake tensors."""
+    """Find the block calls of the job's first microbatches on a device of this type, on fake tensors."""
     caches = CachesOff(model.model)
     try:
         return find_calls(model, _codes(job, model.model, plan.precision, device))
@@ -140,7 +140,7 @@ def calls_of_job(job: Job, model: StagedModel, plan: Plan, device: str) -> Found
 def _codes(
     job: Job, model: nn.Module, precision: str, device: str = "cpu", *, evaluation: bool = False
 ) -> Sequence[Code]:
-    """The job's loss on the first microbatches; device: whose types autocast gives."""
+    """Return the job's loss on each of the first microbatches, with the types that autocast gives on `device`."""
     if evaluation:
         shares = [share_of_evaluation(job, rank=0, ranks=1)]
     else:  # of a stream no more is known than the first batch

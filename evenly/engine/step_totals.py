@@ -50,7 +50,7 @@ class StepTotals:
 
     @cached_property
     def weight(self) -> float:
-        """The divisor of losses and gradients; 1 where they are sums."""
+        """Divisor of losses and gradients; 1 for sums."""
         return 1.0 if UNDIVIDED in self.weights else math.fsum(self.weights)
 
     @cached_property

@@ -260,7 +260,7 @@ class Updater:
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the first parameter group; nan where it has none."""
+        """Learning rate of the first parameter group; nan if it has none."""
         rate = self.optimizer.param_groups[0].get("lr")
         return math.nan if rate is None else rate
 
